@@ -1,0 +1,152 @@
+"""From a command line and a TOML preset to one checked settings object; and back to TOML.
+
+Precedence: defaults < preset < command line. Environment variables are no source.
+"""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from config.errors import UserError
+from config.schema import Settings
+
+PRESETS = Path(__file__).parent
+SettingsType = TypeVar("SettingsType", bound=Settings)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but what it cannot read is a UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every setting)")
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    if field.annotation is bool:
+        return ["true", "false"]
+    return [choice for choice in get_args(field.annotation) if isinstance(choice, str) and choice]
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What a setting accepts, in words: its choices, or its type and range."""
+    if _choices(field):
+        return " or ".join(_choices(field))
+    kinds = {int: "a whole number", float: "a number"}
+    if field.annotation not in kinds:
+        return "text"
+    words = {"ge": "{} or more", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
+    bounds = {name: getattr(rule, name) for rule in field.metadata for name in words if hasattr(rule, name)}
+    ranges = [words[name].format(bound) for name, bound in bounds.items()]
+    return ", ".join([kinds[field.annotation], " and ".join(ranges)] if ranges else [kinds[field.annotation]])
+
+
+def _parser(schema: type[Settings], takes_preset: bool) -> _Parser:
+    words = [word for word, wanted in (("[PRESET]", takes_preset), ("[SOURCE]", schema.positional)) if wanted]
+    parser = _Parser(
+        usage=" ".join(["%(prog)s", *words, "[--setting=value ...]"]),
+        description=schema.__doc__,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    if takes_preset:
+        parser.add_argument("preset", nargs="?", help="a TOML file of settings, or the name of one in config/")
+    metavars: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
+    for name, field in schema.model_fields.items():
+        default = f"default: {field.default!r}" if field.default not in ("", []) else "default: none"
+        help_text = f"{field.description} ({default})".replace("%", "%%")
+        if name == schema.positional:
+            parser.add_argument(name, nargs="?", metavar=name.upper(), help=help_text)
+        elif field.annotation == list[str]:
+            parser.add_argument(f"--{name}", action="append", metavar="TEXT", help=help_text)
+        elif field.annotation is bool:
+            parser.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=help_text)
+        else:
+            parser.add_argument(
+                f"--{name}", metavar="|".join(_choices(field)) or metavars[field.annotation], help=help_text
+            )
+    return parser
+
+
+def _refuse_unknown(names: Iterable[str], schema: type[Settings], where: str) -> None:
+    for name in names:
+        if name not in schema.model_fields:
+            nearest = difflib.get_close_matches(name.replace("-", "_"), schema.model_fields, n=1, cutoff=0.5)
+            advice = f"did you mean {nearest[0]}?" if nearest else "--help lists every setting"
+            raise UserError(f"{where}: there is no setting {name}: {advice}")
+
+
+def _read_preset(name: str, schema: type[Settings]) -> dict[str, Any]:
+    path = Path(name)
+    if not path.exists() and path.name == name:
+        path = PRESETS / f"{path.stem}.toml"
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        known = ", ".join(sorted(preset.stem for preset in PRESETS.glob("*.toml")))
+        raise UserError(f"preset {name}: no such file; expected a TOML file of settings, or one of: {known}") from None
+    except OSError as error:
+        raise UserError(f"preset {name}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"preset {name}: not a TOML file of 'name = value' lines: {error}") from None
+    _refuse_unknown(values, schema, f"preset {name}")
+    return values
+
+
+def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
+    """A settings object from raw values.
+
+    Raises:
+        UserError: naming the first wrong key, what was given and what is allowed.
+    """
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if not first["loc"]:  # from a rule about several settings, which names them itself
+            raise UserError(first["msg"].removeprefix("Value error, ")) from None
+        name = str(first["loc"][0])
+        field = schema.model_fields[name]
+        raise UserError(f"{name} = {first['input']!r}: expected {_allowed(field)} ({field.description})") from None
+
+
+def parse(
+    schema: type[SettingsType], argv: list[str], *, takes_preset: bool = False
+) -> tuple[SettingsType, dict[str, Any], str | None]:
+    """Read a command line.
+
+    Returns:
+        The checked settings; the values that the user gave, by name (preset and command line together); and
+        the preset's name, or None.
+
+    Raises:
+        UserError: an unknown key (with the nearest valid one), a wrong type or value, an unreadable preset.
+    """
+    parser = _parser(schema, takes_preset)
+    namespace, unknown = parser.parse_known_args(argv)
+    options = [argument.lstrip("-").split("=", 1)[0] for argument in unknown if argument.startswith("-")]
+    _refuse_unknown(options, schema, "command line")
+    if unknown:
+        raise UserError(f"{unknown[0]}: not expected here; settings are given as --name=value")
+    given = vars(namespace)
+    preset = given.pop("preset", None)
+    from_preset = _read_preset(preset, schema) if preset else {}
+    for name, set_aside in schema.instead_of.items():
+        if given.get(name):
+            clash = [other for other in set_aside if given.get(other)]
+            if clash:
+                raise UserError(f"--{name} and --{clash[0]} are both given: use one of them")
+            from_preset = {key: value for key, value in from_preset.items() if key not in set_aside}
+    values = {**from_preset, **given}
+    return checked(schema, values), values, preset
+
+
+def to_toml(settings: Settings) -> str:
+    """All settings as TOML that `parse` takes back as a preset."""
+    return tomli_w.dumps(settings.model_dump())

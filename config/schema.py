@@ -1,0 +1,188 @@
+"""Every setting of every script: its name, type, range, default and meaning.
+
+Knows no files and no command line (config/command_line.py) and runs nothing.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from model import AttentionImpl, GPTConfig, NormPlacement, PositionKind
+
+
+def _whole_number(value: Any) -> Any:
+    """Accept 1e3 and 1000.0 where a whole number is meant; leave the rest to pydantic."""
+    if isinstance(value, bool):
+        raise ValueError("expected a whole number")
+    if isinstance(value, str | float):
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError("expected a whole number") from None
+        if not number.is_integer():
+            raise ValueError("expected a whole number")
+        # int() keeps every digit of what float() would round.
+        return int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() else int(number)
+    return value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole_number)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
+
+
+class Settings(BaseModel):
+    """What all settings have in common: unknown keys are refused, values are checked, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    # Giving the key on the command line sets aside what a preset says about the others.
+    instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # The setting that may be given without its name, in first place.
+    positional: ClassVar[str | None] = None
+
+
+class PreparationFields(Settings):
+    """How text becomes tokens; shared by prepare.py and by train.py --text."""
+
+    tokenizer: str = Field(
+        "bpe", description="char, byte, bpe (trained on the text), or a tiktoken encoding such as gpt2", min_length=1
+    )
+    vocab_size: Whole = Field(2048, ge=257, le=2**20, description="ids of a bpe vocabulary, end-of-text included")
+    val_fraction: Number = Field(0.1, ge=0, lt=1, description="share of the tokens, at the end, kept for validation")
+    encoding: str = Field("utf-8", description="character encoding of the text files")
+    parse_special: bool = Field(
+        False, description="read <|endoftext|> in the text as the end-of-text id; otherwise it is plain text"
+    )
+
+
+class PrepareSettings(PreparationFields):
+    """prepare.py: text -> tokens on disk."""
+
+    positional = "source"
+
+    source: str = Field(
+        "stdlib",
+        min_length=1,
+        description="a file, a folder, a quoted glob, - for standard input, or a built-in text: stdlib, shakespeare",
+    )
+    out_dir: str = Field("", description="where the tokens go (empty: a folder under data/prepared, named after both)")
+
+
+class TrainSettings(PreparationFields):
+    """train.py: tokens -> a trained run directory."""
+
+    instead_of = {
+        "data_dir": ("text", "tokenizer", "vocab_size", "val_fraction", "encoding", "parse_special"),
+        "text": ("data_dir",),
+    }
+
+    # data
+    text: str = Field("", description="text to train on, as prepare.py's source (empty: stdlib, or data_dir)")
+    data_dir: str = Field("", description="a folder that prepare.py wrote")
+
+    # run
+    out_dir: str = Field("", description="the run directory (empty: runs/ and the name of the preset or text)")
+    resume: bool = Field(False, description="go on from the last checkpoint in out_dir")
+    seed: Seed = Field(1337, description="decides the initial weights, the batches and dropout")
+    device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    dtype: Dtype = Field("auto", description="precision of the matrix products; weights are kept in float32")
+    compile: bool = Field(False, description="compile the model with torch.compile")
+
+    # model
+    block_size: Whole = Field(GPTConfig.block_size, ge=1, description="context length in tokens")
+    n_layer: Whole = Field(GPTConfig.n_layer, ge=1, description="decoder blocks")
+    n_head: Whole = Field(GPTConfig.n_head, ge=1, description="attention heads in each block")
+    n_embd: Whole = Field(GPTConfig.n_embd, ge=1, description="model width")
+    dropout: Number = Field(GPTConfig.dropout, ge=0, lt=1, description="share of activations dropped in training")
+    bias: bool = Field(GPTConfig.bias, description="biases in projections and LayerNorms")
+    attention_impl: AttentionImpl = Field(
+        GPTConfig.attention_impl, description="the four named functions, or PyTorch's fused attention"
+    )
+    norm_placement: NormPlacement = Field(
+        GPTConfig.norm_placement, description="LayerNorm after each residual sum, or before each sublayer"
+    )
+    position: PositionKind = Field(GPTConfig.position, description="a learned table, or rotation of queries and keys")
+    tied_head: bool = Field(GPTConfig.tied_head, description="the head reuses the token embedding")
+    vocab_padding_multiple: Whole = Field(
+        GPTConfig.vocab_padding_multiple, ge=1, description="round embedding rows up to this (64 suits GPUs)"
+    )
+
+    # optimization
+    batch_size: Whole = Field(16, ge=1, description="sequences in one micro-batch")
+    gradient_accumulation_steps: Whole = Field(1, ge=1, description="micro-batches in one update")
+    max_iters: Whole = Field(2000, ge=0, description="updates in all")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW, or Muon for the blocks' matrices and AdamW for the rest"
+    )
+    learning_rate: Number = Field(1e-3, ge=0, description="the rate after warm-up")
+    min_lr: Number = Field(0.0, ge=0, description="the rate at the end of the decay")
+    warmup_iters: Whole = Field(100, ge=0, description="updates of linear warm-up")
+    lr_decay: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay")
+    lr_decay_iters: Whole = Field(0, ge=0, description="the update at which min_lr is reached (0: max_iters)")
+    weight_decay: Number = Field(0.1, ge=0, description="decoupled decay, on matrices only")
+    beta1: Number = Field(0.9, ge=0, lt=1, description="AdamW's first moment")
+    beta2: Number = Field(0.99, ge=0, lt=1, description="AdamW's second moment")
+    grad_clip: Number = Field(1.0, ge=0, description="largest norm of the gradient (0: never clipped)")
+
+    # looking
+    eval_interval: Whole = Field(250, ge=1, description="updates between validations, each followed by a checkpoint")
+    patience: Whole = Field(0, ge=0, description="stop after so many validations without a better one (0: never)")
+    log_interval: Whole = Field(10, ge=1, description="updates between lines of metrics.jsonl")
+    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
+    wandb_project: str = Field("glassgpt", min_length=1, description="its project")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.text and self.data_dir:
+            raise ValueError("text and data_dir are both given: name the text or the prepared folder, not both")
+        if self.min_lr > self.learning_rate:
+            raise ValueError(f"min_lr = {self.min_lr} is above learning_rate = {self.learning_rate}")
+        self.gpt_config(vocab_size=1)
+        return self
+
+    def gpt_config(self, vocab_size: int) -> GPTConfig:
+        """The architecture, for a tokenizer with so many ids."""
+        shared = GPTConfig.__dataclass_fields__.keys() & type(self).model_fields.keys() - {"vocab_size"}
+        return GPTConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in shared})
+
+
+class SampleSettings(Settings):
+    """sample.py: a run directory -> completions."""
+
+    instead_of = {"checkpoint": ("out_dir",), "prompt_file": ("prompt",), "prompt": ("prompt_file",)}
+
+    out_dir: str = Field("", description="a run directory: its best.pt, else its last.pt (empty: the newest in runs/)")
+    checkpoint: str = Field("", description="a checkpoint file, instead of out_dir")
+    prompt: str = Field("", description="text to continue (empty: start as a document starts)")
+    prompt_file: str = Field("", description="a UTF-8 file with the text to continue")
+    parse_special: bool = Field(False, description="read <|endoftext|> in the prompt as the end-of-text id")
+    num_samples: Whole = Field(1, ge=1, description="completions; each has its own seed")
+    max_new_tokens: Whole = Field(300, ge=0, description="tokens to add at most")
+    temperature: Number = Field(0.8, ge=0, description="0 takes the likeliest token; higher is more varied")
+    top_k: Whole = Field(0, ge=0, description="sample among the k likeliest tokens (0: all)")
+    top_p: Number = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
+    seed: Seed = Field(1337, description="decides what is drawn; sample i depends on the seed and on i alone")
+    stop: list[str] = Field([], description="end before this text; may be given several times")
+    show_special: bool = Field(False, description="print the end-of-text marker where it was sampled")
+    device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    dtype: Dtype = Field("auto", description="precision of the weights and the arithmetic")
+    attention_impl: Literal["", "manual", "sdpa"] = Field("", description="attention path (empty: as trained)")
+    kv_cache: bool = Field(True, description="keep keys and values instead of recomputing them")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for one, other in (("prompt", "prompt_file"), ("out_dir", "checkpoint")):
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(f"{one} and {other} are both given: use one of them")
+        if "" in self.stop:
+            raise ValueError("stop is empty: expected the text to stop before")
+        return self
