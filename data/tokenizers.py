@@ -1,0 +1,279 @@
+"""Text to token ids and back: characters, bytes, a BPE trained on the text, or a named tiktoken encoding.
+
+A tokenizer is data: it saves to and loads from JSON alone, so that a checkpoint can carry it. Each one has
+exactly one end-of-text id, which stands between documents and is never produced by plain text.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from config.errors import UserError
+
+if TYPE_CHECKING:  # the character path works where tiktoken cannot be imported
+    import tiktoken
+
+END_OF_TEXT = "<|endoftext|>"
+TokenIds = npt.NDArray[np.uint32]
+
+# GPT-2's pattern (Radford et al. 2019) with numbers cut into threes, and with a bound on white space, whose
+# unbounded form overflows the stack of the regex engine on about a million blanks in a row.
+BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|\s{1,256}(?!\S)|\s"
+# Places where every pattern of this family has a token border, whatever comes before or after: between a
+# visible character and a blank, and between a letter or digit and a line break.
+SAFE_CUT = re.compile(r"\S(?= )|[^\W_](?=\n)")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        name: what it is called in settings and messages.
+        token_bytes: the UTF-8 bytes of each id, by id; ids that no text has are empty.
+        end_of_text: the id between documents.
+    """
+
+    name: str
+    token_bytes: list[bytes]
+    end_of_text: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, end-of-text included."""
+        return len(self.token_bytes)
+
+    @abstractmethod
+    def encode_plain(self, texts: list[str]) -> list[TokenIds]:
+        """Ids of each text, in which nothing is special.
+
+        Raises:
+            UserError: a text cannot be encoded.
+        """
+
+    @abstractmethod
+    def _content(self) -> dict[str, Any]:
+        """What JSON must hold to make this tokenizer again."""
+
+    def safe_prefix(self, text: str) -> int:
+        """How many leading characters can be encoded on their own without changing the ids of the whole."""
+        return len(text)
+
+    def encode_batch(self, texts: list[str], *, parse_special: bool = False) -> list[TokenIds]:
+        """Ids of each text; `parse_special` reads END_OF_TEXT as the end-of-text id, else it is plain text.
+
+        Raises:
+            UserError: a text cannot be encoded.
+        """
+        if not parse_special:
+            return self.encode_plain(texts)
+        separator = np.array([self.end_of_text], dtype=np.uint32)
+        encoded = []
+        for text in texts:
+            parts = self.encode_plain(text.split(END_OF_TEXT))
+            encoded.append(np.concatenate([piece for part in parts for piece in (separator, part)][1:]))
+        return encoded
+
+    def encode(self, text: str, *, parse_special: bool = False) -> TokenIds:
+        """`encode_batch` of one text."""
+        return self.encode_batch([text], parse_special=parse_special)[0]
+
+    def decode(self, ids: Iterable[int], *, show_special: bool = False) -> str:
+        """Text of some ids; end-of-text gives nothing unless shown, bytes that are not UTF-8 give U+FFFD."""
+        shown = (i for i in map(int, ids) if show_special or i != self.end_of_text)
+        return b"".join(self.token_bytes[i] for i in shown).decode("utf-8", errors="replace")
+
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes of text that each id stands for, by id; none for end-of-text."""
+        lengths = np.array([len(token) for token in self.token_bytes], dtype=np.int64)
+        lengths[self.end_of_text] = 0
+        return lengths
+
+    def to_json(self) -> str:
+        """The whole tokenizer as JSON."""
+        return json.dumps({"name": self.name, **self._content()}, ensure_ascii=False)
+
+    def sha256(self) -> str:
+        """Identity: equal for tokenizers that do the same."""
+        return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()
+
+
+class CharTokenizer(Tokenizer):
+    """One id for each character that the text has, in code-point order."""
+
+    name = "char"
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = sorted(set(characters))
+        self.token_bytes = [character.encode("utf-8") for character in self.characters] + [END_OF_TEXT.encode()]
+        self.end_of_text = len(self.characters)
+
+    @cached_property
+    def _id_of(self) -> TokenIds:
+        """Id by code point; vocab_size where the vocabulary lacks the character."""
+        table = np.full(0x110000, self.vocab_size, dtype=np.uint32)
+        table[[ord(character) for character in self.characters]] = np.arange(len(self.characters))
+        return table
+
+    def encode_plain(self, texts: list[str]) -> list[TokenIds]:
+        encoded = []
+        for text in texts:
+            ids = self._id_of[np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")]
+            unknown = np.flatnonzero(ids == self.vocab_size)
+            if len(unknown):
+                missing = sorted({text[i] for i in unknown.tolist()})
+                shown = " ".join(repr(character) for character in missing[:5]) + (" ..." if missing[5:] else "")
+                raise UserError(
+                    f"the char vocabulary has no {shown}: it holds the {len(self.characters)} characters of its "
+                    f"training text; use those, or train with --tokenizer=byte or bpe, which hold every character"
+                )
+            encoded.append(ids)
+        return encoded
+
+    def _content(self) -> dict[str, Any]:
+        return {"characters": "".join(self.characters)}
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8."""
+
+    name = "byte"
+
+    def __init__(self) -> None:
+        self.token_bytes = [bytes([value]) for value in range(256)] + [END_OF_TEXT.encode()]
+        self.end_of_text = 256
+
+    def encode_plain(self, texts: list[str]) -> list[TokenIds]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def _content(self) -> dict[str, Any]:
+        return {}
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-pair encoding (Sennrich et al. 2016; over bytes as in GPT-2), encoded by tiktoken.
+
+    Args:
+        name: "bpe", or that of a tiktoken encoding.
+        pattern: the regular expression that cuts text before merging.
+        ranks: the bytes of each mergeable token, in the order of its id.
+        end_of_text: the id between documents, not among the ranks.
+        vocab_size: number of ids; those beyond ranks and end_of_text are never produced.
+    """
+
+    def __init__(self, name: str, pattern: str, ranks: list[bytes], end_of_text: int, vocab_size: int) -> None:
+        self.name, self.pattern, self.ranks, self.end_of_text = name, pattern, ranks, end_of_text
+        self.token_bytes = ranks + [b""] * (vocab_size - len(ranks))
+        self.token_bytes[end_of_text] = END_OF_TEXT.encode()
+
+    @cached_property
+    def _encoding(self) -> "tiktoken.Encoding":
+        import tiktoken
+
+        return tiktoken.Encoding(
+            self.name,
+            pat_str=self.pattern,
+            mergeable_ranks={token: rank for rank, token in enumerate(self.ranks)},
+            special_tokens={END_OF_TEXT: self.end_of_text},
+        )
+
+    def encode_plain(self, texts: list[str]) -> list[TokenIds]:
+        # A lone surrogate has no UTF-8 form; tiktoken would quietly put U+FFFD in its place.
+        for text in texts:
+            text.encode("utf-8")
+        try:
+            encoded = self._encoding.encode_ordinary_batch(texts)
+        except BaseException as error:  # tiktoken's Rust panics are no Exceptions
+            if type(error).__name__ != "PanicException":
+                raise
+            raise UserError(
+                f"the {self.name} tokenizer cannot encode this text, probably a run of very many characters without "
+                f"a break; use --tokenizer=char or byte"
+            ) from None
+        return [np.array(ids, dtype=np.uint32) for ids in encoded]
+
+    def safe_prefix(self, text: str) -> int:
+        for window in (4096, len(text)):  # nearly always the first finds one
+            cuts = [match.end() for match in SAFE_CUT.finditer(text, max(0, len(text) - window))]
+            if cuts:
+                return cuts[-1]
+        return 0
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "pattern": self.pattern,
+            "end_of_text": self.end_of_text,
+            "vocab_size": self.vocab_size,
+            "ranks": [base64.b64encode(token).decode("ascii") for token in self.ranks],
+        }
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+    """Learn merges from text, in pieces that `BPETokenizer.safe_prefix` allows.
+
+    Args:
+        texts: the pieces.
+        vocab_size: ids wanted, end-of-text included; fewer when the text has no more pairs to merge.
+
+    Raises:
+        ValueError: vocab_size is under 257, the bytes and end-of-text.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size = {vocab_size}: expected 257 or more")
+    import rustbpe
+
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, pattern=BPE_PATTERN)
+    by_rank = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
+    ranks = [token for _, token in by_rank]
+    return BPETokenizer("bpe", BPE_PATTERN, ranks, end_of_text=len(ranks), vocab_size=len(ranks) + 1)
+
+
+def named_encoding(name: str) -> BPETokenizer:
+    """A tiktoken encoding such as gpt2, from tiktoken's cache or the network.
+
+    Raises:
+        UserError: there is no encoding of that name, or its files are neither cached nor to be downloaded.
+    """
+    import tiktoken
+
+    known = tiktoken.list_encoding_names()
+    if name not in known:
+        raise UserError(f"tokenizer = {name!r}: expected char, byte, bpe, or a tiktoken encoding: {', '.join(known)}")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception:
+        raise UserError(
+            f"tokenizer {name}: its vocabulary is neither in tiktoken's cache nor to be downloaded now; set "
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=bpe, byte or char, which need no network"
+        ) from None
+    ranks = [token for _, token in sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())]
+    return BPETokenizer(name, encoding._pat_str, ranks, encoding.eot_token, encoding.n_vocab)
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer that `Tokenizer.to_json` wrote.
+
+    Raises:
+        ValueError: the text is not one.
+    """
+    content = json.loads(text)
+    try:
+        if content["name"] == "char":
+            return CharTokenizer(content["characters"])
+        if content["name"] == "byte":
+            return ByteTokenizer()
+        ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
+        end_of_text, vocab_size = int(content["end_of_text"]), int(content["vocab_size"])
+        if not len(ranks) <= end_of_text < vocab_size <= 2 * len(ranks) + 1024:
+            raise ValueError("its numbers of ids do not fit together")
+        return BPETokenizer(str(content["name"]), str(content["pattern"]), ranks, end_of_text, vocab_size)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a tokenizer: {error!r}") from None

@@ -1,0 +1,43 @@
+"""Text -> tokens on disk.
+
+python prepare.py my_text.txt --tokenizer=char
+python prepare.py stdlib --tokenizer=bpe --vocab_size=2048 --out_dir=data/prepared/stdlib
+"""
+
+from pathlib import Path
+
+from config.command_line import parse
+from config.errors import run_command
+from config.schema import PrepareSettings
+from data.dataset import Metadata
+from data.preparation import default_folder, prepare
+
+
+def main(argv: list[str]) -> None:
+    """Prepare one text and say what came of it."""
+    settings, _, _ = parse(PrepareSettings, argv)
+    out_dir = Path(settings.out_dir) if settings.out_dir else default_folder(settings.source, settings)
+    print(summary(prepare(settings.source, settings, out_dir), settings.vocab_size))
+    print(f"written to {out_dir}; train on it with: python train.py --data_dir={out_dir}")
+
+
+def summary(metadata: Metadata, requested_vocab_size: int) -> str:
+    """What a prepared folder holds, in a few lines."""
+    tokens = metadata.train_tokens + metadata.val_tokens
+    lines = [
+        f"source      {metadata.source}: {metadata.documents:,} documents, each followed by one end-of-text id",
+        f"text        {metadata.characters:,} characters, {metadata.bytes:,} bytes",
+        f"tokenizer   {metadata.tokenizer}, {metadata.vocab_size:,} ids stored as {metadata.dtype}",
+        f"tokens      {tokens:,}: {metadata.train_tokens:,} for training, {metadata.val_tokens:,} for validation; "
+        f"{metadata.characters / tokens:.2f} characters per token, "
+        f"{tokens / max(1, metadata.characters):.2f} tokens per character",
+    ]
+    if metadata.tokenizer == "bpe" and metadata.vocab_size < requested_vocab_size:
+        lines.append(
+            f"note        the text has pairs for {metadata.vocab_size:,} of the {requested_vocab_size:,} ids asked for"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)
