@@ -1,0 +1,1 @@
+"""What the scripts share: optimizer, checkpoints, evaluation, generation, tracking, devices."""

@@ -1,0 +1,141 @@
+"""Checkpoints: one file of tensors and plain types that appears whole or not at all.
+
+Loading runs no code from the file (`weights_only`), and tensors are mapped, so that whoever wants the weights
+does not pay for the optimizer state beside them.
+"""
+
+import os
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.errors import UserError
+from data.tokenizers import Tokenizer, tokenizer_from_json
+from model import GPT, GPTConfig
+
+FORMAT_VERSION = 1
+FOREIGN_PREFIXES = ("_orig_mod.", "module.")  # torch.compile's and DistributedDataParallel's
+REQUIRED = {"format_version": int, "model": dict, "model_config": dict, "tokenizer": str, "step": int, "data": dict}
+
+
+def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint beside its target, flush it to the disk, then rename it into place.
+
+    Args:
+        path: the target; an earlier file stays whole until the new one is.
+        content: tensors and plain types, as `model_content` and the caller's own state.
+
+    Raises:
+        UserError: the disk is full or the folder cannot be written; the earlier file is intact.
+    """
+    temporary = None
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save({"format_version": FORMAT_VERSION, **content}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        temporary = None
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); an earlier checkpoint there is intact"
+        ) from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a power failure, where folders can be synced (not on Windows)."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def model_content(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The part of a checkpoint that sampling needs."""
+    return {"model": model.state_dict(), "model_config": asdict(model.config), "tokenizer": tokenizer.to_json()}
+
+
+def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; `lazily` maps the file and reads each tensor when it is used.
+
+    Raises:
+        UserError: no such file, not a checkpoint, cut off, or of a later format.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; expected a file that train.py saved")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+    except Exception as error:  # the archive reader has many ways to fail, all of them meaning this
+        reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path}: cannot be read as a checkpoint, it is damaged or another kind of file ({reason})"
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, expected a checkpoint of train.py")
+    for name, kind in REQUIRED.items():
+        if not isinstance(content.get(name), kind):
+            raise UserError(f"{path}: has no {name} ({kind.__name__}), expected a checkpoint of train.py")
+    if content["format_version"] != FORMAT_VERSION:
+        raise UserError(
+            f"{path}: format version {content['format_version']}, this program reads {FORMAT_VERSION}; use a newer one"
+        )
+    return content
+
+
+def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -> GPT:
+    """The model of a checkpoint, on the CPU in float32.
+
+    Args:
+        content: from `load_checkpoint`.
+        path: for messages.
+        changes: config fields to change, such as attention_impl or dropout.
+
+    Raises:
+        UserError: the architecture is impossible, or the weights do not belong to it.
+    """
+    known = {field.name for field in fields(GPTConfig)}
+    try:
+        config = GPTConfig(**{**{key: content["model_config"][key] for key in known}, **changes})
+        # Built without memory first, so that no time goes into initial weights that are overwritten.
+        with torch.device("meta"):
+            model = GPT(config)
+        model.to_empty(device="cpu")
+        model.load_state_dict(without_prefixes(content["model"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(
+            f"{path}: its weights and its architecture do not fit together: {' '.join(lines)[:400]}"
+        ) from None
+    return model
+
+
+def without_prefixes(state: dict[str, Any]) -> dict[str, Any]:
+    """State under the model's own names, whatever wrapper it was saved from."""
+    for prefix in FOREIGN_PREFIXES:
+        if state and all(name.startswith(prefix) for name in state):
+            return without_prefixes({name.removeprefix(prefix): value for name, value in state.items()})
+    return state
+
+
+def tokenizer_from_checkpoint(content: dict[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return tokenizer_from_json(content["tokenizer"])
+    except ValueError as error:
+        raise UserError(f"{path}: its tokenizer cannot be read: {error}") from None

@@ -1,0 +1,100 @@
+"""Which device and which precision, what `auto` picks and why, and how a step is run on them.
+
+CUDA is asked nothing unless the device may be CUDA.
+"""
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+
+from config.errors import UserError
+from model import GPT
+
+# Processor features that multiply bfloat16 natively; without one, bfloat16 is emulated and slower than float32.
+CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
+
+
+def choose_device(requested: str) -> torch.device:
+    """The device of that name; `auto` takes CUDA, else Apple's GPU, else the CPU.
+
+    Raises:
+        UserError: the device is not there.
+    """
+    if requested == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(requested)
+    present = device.type == "cpu"
+    if device.type == "cuda":
+        present = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    elif device.type == "mps":
+        present = torch.backends.mps.is_available()
+    if not present:
+        raise UserError(f"device = {requested}: PyTorch finds no such device here; use --device=auto or cpu")
+    return device
+
+
+def choose_dtype(requested: str, device: torch.device, *, training: bool) -> tuple[torch.dtype, str]:
+    """The precision of that name and the reason for it.
+
+    Args:
+        requested: auto, float32, bfloat16 or float16.
+        device: where it will be used.
+        training: float16 then needs a loss scaler, which only CUDA has.
+
+    Raises:
+        UserError: the precision was asked for by name and the device lacks it.
+    """
+    if requested != "auto":
+        if requested == "float16" and training and device.type != "cuda":
+            raise UserError(f"dtype = float16: needs a loss scaler, so a CUDA device, not {device}; use bfloat16")
+        if requested == "bfloat16" and device.type == "cuda" and not _cuda_bfloat16():
+            raise UserError(f"dtype = bfloat16: {torch.cuda.get_device_name(device)} lacks it; use float16 or float32")
+        return getattr(torch, requested), "as asked"
+    if device.type == "cuda":
+        if _cuda_bfloat16():
+            return torch.bfloat16, "auto: this GPU has it"
+        return torch.float16, "auto: this GPU lacks bfloat16"
+    if device.type == "cpu" and training and any(torch.cpu.get_capabilities().get(name) for name in CPU_BFLOAT16):
+        return torch.bfloat16, "auto: this processor multiplies it natively"
+    return torch.float32, "auto: the safe choice on this device"
+
+
+def _cuda_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Matrix products in `dtype`, the rest where it is safe; nothing at all for float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def describe_device(device: torch.device) -> str:
+    """The device in words, for the log."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
+
+
+def compiled_or_eager(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype) -> torch.nn.Module:
+    """The model compiled, or the model itself with one warning where compiling does not work.
+
+    torch.compile fails at the first call, not when it is made, so one forward and backward pass is tried.
+    """
+    compiled = torch.compile(model)
+    try:
+        with autocast(inputs.device, dtype):
+            _, loss = compiled(inputs, targets)
+        loss.backward()
+    except Exception as error:  # whatever the compiler throws, eager execution works
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        print(f"compile: does not work here ({reason[:200]}); going on without", file=sys.stderr)
+        return model
+    finally:
+        model.zero_grad(set_to_none=True)
+    return compiled  # type: ignore[return-value]

@@ -1,0 +1,30 @@
+"""Ctrl-C and SIGTERM during training: finish the step, save, and leave; a second one leaves at once."""
+
+import os
+import signal
+from types import FrameType
+
+
+class StopSignals:
+    """While the block runs, `received` is the signal that asks to stop, or None.
+
+    Outside the main thread of a program signals cannot be caught; the block then runs without.
+    """
+
+    HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __enter__(self) -> "StopSignals":
+        self.previous = {number: signal.signal(number, self._handle) for number in self.HANDLED}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number

@@ -1,0 +1,228 @@
+"""Tokens -> a trained run directory, by teacher forcing.
+
+python train.py config/quick.toml
+python train.py config/quick.toml --text=my_text.txt
+python train.py config/quick.toml --text=my_text.txt --resume --max_iters=4000
+"""
+
+import math
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from config.command_line import parse
+from config.errors import UserError, run_command
+from config.schema import TrainSettings
+from data.batches import TrainingBatches, validation_batches
+from engine.checkpoint import model_from_checkpoint
+from engine.device import autocast, choose_device, choose_dtype, compiled_or_eager, describe_device
+from engine.evaluation import Evaluation, evaluate
+from engine.optimizer import learning_rate_at, make_optimizer
+from engine.run import Run, checkpoint_to_resume, open_data, run_directory, settings_to_resume
+from engine.signals import StopSignals
+from engine.tracking import Tracker
+from model import GPT
+
+
+def main(argv: list[str]) -> None:
+    """Set up a run, say what it is, train it."""
+    settings, given, preset = parse(TrainSettings, argv, takes_preset=True)
+    out_dir = run_directory(settings, preset)
+    checkpoint = checkpoint_to_resume(out_dir, settings.resume)
+    if checkpoint is not None:
+        settings = settings_to_resume(checkpoint["settings"], given, out_dir)
+    settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
+    device = choose_device(settings.device)
+    dtype, dtype_reason = choose_dtype(settings.dtype, device, training=True)
+    data = open_data(settings, None if checkpoint is None else checkpoint["data"])
+
+    if checkpoint is None:
+        torch.manual_seed(settings.seed)
+        model = GPT(settings.gpt_config(data.tokenizer.vocab_size))
+    else:
+        path = out_dir / "last.pt"
+        model = model_from_checkpoint(
+            checkpoint, path, attention_impl=settings.attention_impl, dropout=settings.dropout
+        )
+    model.to(device)
+    batches = TrainingBatches(
+        data.train,
+        block_size=settings.block_size,
+        batch_size=settings.batch_size,
+        micro_batches=settings.gradient_accumulation_steps,
+        seed=settings.seed,
+        device=device,
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
+    if checkpoint is not None:
+        run.restore(checkpoint)
+        del checkpoint
+    print(summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"))
+    if run.progress.step >= settings.max_iters > 0:
+        print(f"nothing to do: {run.progress.step:,} of max_iters = {settings.max_iters:,} updates are done")
+        return
+    train(run, batches, dtype)
+
+
+def train(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> None:
+    """The training loop: every update learns from one global batch; validations and checkpoints come between."""
+    settings, progress, model = run.settings, run.progress, run.model.train()
+    forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if settings.compile else model
+    tracker = Tracker(run.out_dir, settings, progress.step, run.wandb_id)
+    run.wandb_id = tracker.wandb_id
+    with tracker, StopSignals() as signals:
+        if settings.max_iters == 0:
+            run.save_after(validate(run, tracker, dtype))
+        for step in range(progress.step, settings.max_iters):
+            run.optimizer.set_learning_rate(learning_rate_at(step, settings))
+            loss, gradient_norm = update(run, forward, batches, step, dtype)
+            progress.step = step + 1
+            tracker.advance()
+            if is_due(progress.step, settings.log_interval, settings.max_iters) or step == 0:
+                record_update(run, tracker, batches, loss.item(), gradient_norm.item())
+            if is_due(progress.step, settings.eval_interval, settings.max_iters):
+                run.save_after(validate(run, tracker, dtype))
+            if signals.received is not None or run.patience_is_over:
+                break
+        leave(run, tracker, signals.received)
+
+
+def update(
+    run: Run, forward: torch.nn.Module, batches: TrainingBatches, step: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """One update of the weights: the mean loss over the global batch, and the gradient's norm before clipping."""
+    settings, parts = run.settings, []
+    for micro_step, (inputs, targets) in enumerate(batches.global_batch(step)):  # (B, T), (B, T)
+        if settings.dropout > 0:
+            torch.manual_seed(dropout_seed(settings.seed, step, micro_step))
+        with autocast(inputs.device, dtype):
+            _, loss = forward(inputs, targets)
+        loss = loss / settings.gradient_accumulation_steps
+        run.scaler.scale(loss).backward()
+        parts.append(loss.detach())
+    run.optimizer.unscale(run.scaler)
+    gradient_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.grad_clip or math.inf)
+    run.optimizer.step(run.scaler)
+    return torch.stack(parts).sum(), gradient_norm
+
+
+def dropout_seed(seed: int, step: int, micro_step: int) -> int:
+    """Dropout, too, is a function of where the run is, so that a resumed run drops what it would have dropped."""
+    return int(np.random.SeedSequence([seed, step, micro_step]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def is_due(step: int, interval: int, max_iters: int) -> bool:
+    """Whether what happens every so many updates, and after the last one, happens after this one."""
+    return step % interval == 0 or step == max_iters
+
+
+def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: float, gradient_norm: float) -> None:
+    """Write down one update.
+
+    Raises:
+        UserError: its loss or gradient is not finite.
+    """
+    step = run.progress.step
+    refuse_divergence(run, loss=loss, gradient_norm=gradient_norm)
+    speed = tracker.updates_per_second(step) * batches.tokens_per_step
+    tracker.record(
+        step,
+        loss=loss,
+        gradient_norm=gradient_norm,
+        learning_rate=learning_rate_at(step - 1, run.settings),
+        tokens_per_second=round(speed),
+        tokens=step * batches.tokens_per_step,
+    )
+    tracker.show(loss, speed)
+
+
+def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | None:
+    """One full pass over the validation tokens, recorded; None where there are none.
+
+    Raises:
+        UserError: the loss is not finite.
+    """
+    tokens, device = run.data.validation, run.model.device
+    if not len(tokens):
+        return None
+    windows = validation_batches(
+        tokens, block_size=run.settings.block_size, batch_size=run.settings.batch_size, device=device
+    )
+    byte_lengths = torch.from_numpy(run.data.tokenizer.byte_lengths()).to(device)
+    result = evaluate(run.model, windows, byte_lengths, dtype)
+    refuse_divergence(run, val_loss=result.loss)
+    tracker.record(
+        run.progress.step,
+        val_loss=result.loss,
+        val_perplexity=result.perplexity,
+        val_bits_per_byte=result.bits_per_byte,
+        val_tokens=result.tokens,
+    )
+    tracker.say(
+        f"step {run.progress.step:,}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
+        f"{result.bits_per_byte:.4f} bits per byte, over {result.tokens:,} tokens"
+    )
+    tracker.restart_clock(run.progress.step)
+    return result
+
+
+def refuse_divergence(run: Run, **numbers: float) -> None:
+    """Stop before broken weights are saved or called best.
+
+    Raises:
+        UserError: a number is NaN or infinite.
+    """
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            last = run.out_dir / "last.pt"
+            saved = f"{last} holds an earlier, finite state" if last.exists() else "nothing was saved yet"
+            raise UserError(
+                f"step {run.progress.step:,}: {name} is {value}, the training has diverged; {saved}; "
+                f"try a lower --learning_rate, a longer --warmup_iters or --dtype=float32"
+            )
+
+
+def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
+    """Say how the run ended and how to use it; when it was interrupted, save first and exit 128 + signal."""
+    done, settings = run.progress.step, run.settings
+    go_on = f"python train.py --out_dir={run.out_dir} --resume"
+    if signal_number is not None:
+        run.save()
+        tracker.say(f"interrupted after step {done:,} and saved; go on with: {go_on}")
+        sys.exit(128 + signal_number)
+    if run.patience_is_over and done < settings.max_iters:
+        tracker.say(f"stopped early at step {done:,}: {settings.patience} validations without a better one")
+    if math.isfinite(run.progress.best_loss):
+        tracker.say(f"best validation loss {run.progress.best_loss:.4f} ({run.out_dir / 'best.pt'})")
+    tracker.say(f"sample from it with: python sample.py --out_dir={run.out_dir}")
+
+
+def summary(run: Run, batches: TrainingBatches, hardware: str) -> str:
+    """What is about to be trained, on what, where, and what to expect of the first loss."""
+    settings, config, meta = run.settings, run.model.config, run.data.metadata
+    total = settings.max_iters * batches.tokens_per_step
+    padded = f", padded to {config.padded_vocab_size:,}" if config.padded_vocab_size > config.vocab_size else ""
+    validation = f"{meta.val_tokens:,} for validation" if meta.val_tokens else "none for validation: evaluation is off"
+    resumed = f", {run.progress.step:,} of them done" if run.progress.step else ""
+    return "\n".join(
+        (
+            f"model       {run.model.parameter_count():,} parameters: {config.n_layer} layers, {config.n_head} heads, "
+            f"width {config.n_embd}, context {config.block_size}; {config.attention_impl} attention, "
+            f"{config.norm_placement}-norm, {config.position} positions",
+            f"data        {meta.source}: {meta.train_tokens:,} tokens to train on, {validation}; "
+            f"{meta.tokenizer} vocabulary of {config.vocab_size:,}{padded}",
+            f"training    {settings.max_iters:,} updates of {batches.tokens_per_step:,} tokens{resumed}: {total:,} "
+            f"tokens, {total / meta.train_tokens:.2f} passes over the data; {settings.optimizer}, "
+            f"compile {settings.compile}",
+            f"device      {hardware}",
+            f"first loss  about ln({config.vocab_size:,}) = {math.log(config.vocab_size):.2f}, that of guessing",
+            f"run         {run.out_dir}",
+        )
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
