@@ -1,0 +1,131 @@
+"""A run directory -> completions.
+
+python sample.py --out_dir=runs/quick --prompt="def " --num_samples=3
+python sample.py --out_dir=runs/quick --temperature=0 --stop="def"
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from config.command_line import parse
+from config.errors import UserError, run_command
+from config.schema import SampleSettings
+from data.sources import same_newlines
+from data.tokenizers import Tokenizer
+from engine.checkpoint import load_checkpoint, model_from_checkpoint, tokenizer_from_checkpoint
+from engine.device import choose_device, choose_dtype
+from engine.generation import generate
+from engine.text_stream import stream_text
+from model import GPT
+
+
+def main(argv: list[str]) -> None:
+    """Print completions of one prompt as they are made."""
+    settings, _, _ = parse(SampleSettings, argv)
+    path = checkpoint_path(settings)
+    checkpoint = load_checkpoint(path)
+    tokenizer = tokenizer_from_checkpoint(checkpoint, path)
+    device = choose_device(settings.device)
+    dtype, reason = choose_dtype(settings.dtype, device, training=False)
+    changes = {"attention_impl": settings.attention_impl} if settings.attention_impl else {}
+    model = model_from_checkpoint(checkpoint, path, **changes).to(device, dtype).eval()
+    text = prompt_text(settings)
+    prompt = prompt_ids(text, tokenizer, settings, documents=checkpoint["data"].get("documents", 1))
+    size = f"{model.parameter_count():,} parameters"
+    note(f"{path}: step {checkpoint['step']:,}, {size}, on {device} in {dtype} ({reason})")
+    if len(prompt) > model.config.block_size:
+        note(f"the prompt has {len(prompt):,} tokens; the model sees the last {model.config.block_size:,} of them")
+    for sample in range(settings.num_samples):
+        if settings.num_samples > 1:
+            print(f"--- sample {sample + 1} of {settings.num_samples}")
+        print_sample(model, tokenizer, text, prompt, settings, sample)
+
+
+def print_sample(
+    model: GPT, tokenizer: Tokenizer, text: str, prompt: list[int], settings: SampleSettings, sample: int
+) -> None:
+    """The prompt and its completion, each piece as soon as it is known."""
+    tokens = generate(
+        model,
+        torch.tensor([prompt], device=model.device),
+        settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        seed=settings.seed,
+        first_sample=sample,
+        kv_cache=settings.kv_cache,
+    )
+    print(text, end="", flush=True)
+    ids = (int(token) for token in tokens)
+    try:
+        for piece in stream_text(ids, tokenizer, stop=settings.stop, show_special=settings.show_special):
+            print(piece, end="", flush=True)
+    except FloatingPointError as error:
+        print(flush=True)
+        raise UserError(f"{error}: the checkpoint's weights are broken; sample from an earlier one") from None
+    print(flush=True)
+
+
+def checkpoint_path(settings: SampleSettings) -> Path:
+    """The file to sample from: the one named, or the best (else the last) of the run named, or of the newest run.
+
+    Raises:
+        UserError: there is no checkpoint there.
+    """
+    if settings.checkpoint:
+        return Path(settings.checkpoint)
+    if settings.out_dir:
+        folder = Path(settings.out_dir)
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such run directory; train one with train.py, or name another --out_dir")
+    else:
+        saved = sorted(Path("runs").glob("*/last.pt"), key=lambda file: file.stat().st_mtime)
+        if not saved:
+            raise UserError("runs: there is no trained run here; train one with train.py, or name it with --out_dir")
+        folder = saved[-1].parent
+    best = folder / "best.pt"
+    return best if best.exists() else folder / "last.pt"
+
+
+def prompt_text(settings: SampleSettings) -> str:
+    """The text to continue, under the newline rule of the training text.
+
+    Raises:
+        UserError: the prompt file cannot be read.
+    """
+    if not settings.prompt_file:
+        return same_newlines(settings.prompt)
+    try:
+        return same_newlines(Path(settings.prompt_file).read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{settings.prompt_file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{settings.prompt_file}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+
+
+def prompt_ids(text: str, tokenizer: Tokenizer, settings: SampleSettings, documents: int) -> list[int]:
+    """Token ids of the prompt; an empty one starts as a document starts.
+
+    After end-of-text where the model has seen documents begin there; a model of a single document has not,
+    so a line break stands in, or the vocabulary's first id where it has no line break.
+
+    Raises:
+        UserError: the tokenizer lacks a character of the prompt.
+    """
+    if text:
+        return tokenizer.encode(text, parse_special=settings.parse_special).tolist()
+    if documents > 1:
+        return [tokenizer.end_of_text]
+    return [tokenizer.token_bytes.index(b"\n") if b"\n" in tokenizer.token_bytes else 0]
+
+
+def note(line: str) -> None:
+    """Tell the reader something without touching the text on standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
