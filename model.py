@@ -285,9 +285,12 @@ class KVCache:
         max_length: int | None = None,
     ) -> None:
         length = config.block_size if max_length is None else max_length
-        shape = (2, config.n_layer, batch_size, config.n_head, length, config.head_width)
-        keys, values = torch.zeros(shape, device=device, dtype=dtype)
-        self.layers = [LayerKVCache(keys[layer], values[layer]) for layer in range(config.n_layer)]
+        shape = (batch_size, config.n_head, length, config.head_width)
+
+        def memory() -> Tensor:
+            return torch.zeros(shape, device=device, dtype=dtype)
+
+        self.layers = [LayerKVCache(memory(), memory()) for _ in range(config.n_layer)]
 
     @property
     def length(self) -> int:
