@@ -15,7 +15,7 @@ from data.preparation import default_folder, prepare
 
 def main(argv: list[str]) -> None:
     """Prepare one text and say what came of it."""
-    settings, _, _ = parse(PrepareSettings, argv)
+    settings = parse(PrepareSettings, argv)
     out_dir = Path(settings.out_dir) if settings.out_dir else default_folder(settings.source, settings)
     print(summary(prepare(settings.source, settings, out_dir), settings.vocab_size))
     print(f"written to {out_dir}; train on it with: python train.py --data_dir={out_dir}")

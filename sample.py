@@ -23,7 +23,7 @@ from model import GPT
 
 def main(argv: list[str]) -> None:
     """Print completions of one prompt as they are made."""
-    settings, _, _ = parse(SampleSettings, argv)
+    settings = parse(SampleSettings, argv)
     path = checkpoint_path(settings)
     checkpoint = load_checkpoint(path)
     tokenizer = tokenizer_from_checkpoint(checkpoint, path)

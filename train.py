@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.command_line import parse
+from config.command_line import checked, read_values
 from config.errors import UserError, run_command
 from config.schema import TrainSettings
 from data.batches import TrainingBatches, validation_batches
@@ -20,7 +20,7 @@ from engine.checkpoint import model_from_checkpoint
 from engine.device import autocast, choose_device, choose_dtype, compiled_or_eager, describe_device
 from engine.evaluation import Evaluation, evaluate
 from engine.optimizer import learning_rate_at, make_optimizer
-from engine.run import Run, checkpoint_to_resume, open_data, run_directory, settings_to_resume
+from engine.run import Run, checkpoint_to_resume, open_data, place_of_run, settings_to_resume
 from engine.signals import StopSignals
 from engine.tracking import Tracker
 from model import GPT
@@ -28,10 +28,12 @@ from model import GPT
 
 def main(argv: list[str]) -> None:
     """Set up a run, say what it is, train it."""
-    settings, given, preset = parse(TrainSettings, argv, takes_preset=True)
-    out_dir = run_directory(settings, preset)
-    checkpoint = checkpoint_to_resume(out_dir, settings.resume)
-    if checkpoint is not None:
+    given, preset = read_values(TrainSettings, argv, takes_preset=True)
+    out_dir, resume = place_of_run(given, preset)
+    checkpoint = checkpoint_to_resume(out_dir, resume)
+    if checkpoint is None:
+        settings = checked(TrainSettings, given)
+    else:
         settings = settings_to_resume(checkpoint["settings"], given, out_dir)
     settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
     device = choose_device(settings.device)
@@ -57,11 +59,12 @@ def main(argv: list[str]) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
+    finished = checkpoint is not None and checkpoint["step"] >= settings.max_iters
     if checkpoint is not None:
         run.restore(checkpoint)
         del checkpoint
     print(summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"))
-    if run.progress.step >= settings.max_iters > 0:
+    if finished:
         print(f"nothing to do: {run.progress.step:,} of max_iters = {settings.max_iters:,} updates are done")
         return
     train(run, batches, dtype)

@@ -116,20 +116,15 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
         raise UserError(f"{name} = {first['input']!r}: expected {_allowed(field)} ({field.description})") from None
 
 
-def parse(
-    schema: type[SettingsType], argv: list[str], *, takes_preset: bool = False
-) -> tuple[SettingsType, dict[str, Any], str | None]:
-    """Read a command line.
-
-    Returns:
-        The checked settings; the values that the user gave, by name (preset and command line together); and
-        the preset's name, or None.
+def read_values(
+    schema: type[Settings], argv: list[str], *, takes_preset: bool = False
+) -> tuple[dict[str, Any], str | None]:
+    """The values that a command line and its preset give, by name, not yet checked; and the preset's name.
 
     Raises:
-        UserError: an unknown key (with the nearest valid one), a wrong type or value, an unreadable preset.
+        UserError: an unknown key (with the nearest valid one), or an unreadable preset.
     """
-    parser = _parser(schema, takes_preset)
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = _parser(schema, takes_preset).parse_known_args(argv)
     options = [argument.lstrip("-").split("=", 1)[0] for argument in unknown if argument.startswith("-")]
     _refuse_unknown(options, schema, "command line")
     if unknown:
@@ -143,8 +138,17 @@ def parse(
             if clash:
                 raise UserError(f"--{name} and --{clash[0]} are both given: use one of them")
             from_preset = {key: value for key, value in from_preset.items() if key not in set_aside}
-    values = {**from_preset, **given}
-    return checked(schema, values), values, preset
+    return {**from_preset, **given}, preset
+
+
+def parse(schema: type[SettingsType], argv: list[str], *, takes_preset: bool = False) -> SettingsType:
+    """The checked settings of a command line and its preset.
+
+    Raises:
+        UserError: as `read_values` and `checked`.
+    """
+    values, _ = read_values(schema, argv, takes_preset=takes_preset)
+    return checked(schema, values)
 
 
 def to_toml(settings: Settings) -> str:

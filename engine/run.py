@@ -30,11 +30,16 @@ FIXED = (
 )  # fmt: skip
 
 
-def run_directory(settings: TrainSettings, preset: str | None) -> Path:
-    """Where the run lives: as said, or runs/ and the name of the preset, text or data."""
-    if settings.out_dir:
-        return Path(settings.out_dir)
-    return Path("runs") / (Path(preset or settings.text or settings.data_dir or "stdlib").stem or "run")
+def place_of_run(given: dict[str, Any], preset: str | None) -> tuple[Path, bool]:
+    """The run directory, as said or named after the preset, text or data; and whether the run goes on there.
+
+    Raises:
+        UserError: one of these settings is wrong; the others may only be right beside those of the saved run.
+    """
+    names = {"out_dir", "resume", "text", "data_dir"}
+    settings = checked(TrainSettings, {name: value for name, value in given.items() if name in names})
+    name = Path(preset or settings.text or settings.data_dir or "stdlib").stem or "run"
+    return Path(settings.out_dir or Path("runs") / name), settings.resume
 
 
 def settings_to_resume(saved: dict[str, Any], given: dict[str, Any], path: Path) -> TrainSettings:

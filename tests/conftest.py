@@ -117,9 +117,11 @@ def char_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def char_run(char_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 updates on it."""
+    """A run on it, long enough to know that the text goes on."""
     folder = tmp_path_factory.mktemp("run") / "char"
-    outcome = run_train(f"--data_dir={char_data}", f"--out_dir={folder}", "--max_iters=20", "--eval_interval=10", *TINY)
+    outcome = run_train(
+        f"--data_dir={char_data}", f"--out_dir={folder}", "--max_iters=150", "--learning_rate=0.01", *TINY
+    )
     assert outcome.status == 0, outcome.stderr
     return folder
 
@@ -128,7 +130,6 @@ def char_run(char_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpt2_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A stand-in for tiktoken's gpt2: its pattern and ids, with bytes alone for ranks (nothing is downloaded)."""
     import tiktoken
-
     import tiktoken_ext.openai_public as public
 
     ranks = {bytes([value]): value for value in range(256)}

@@ -23,7 +23,8 @@ from tests.reference import attention_backward, attention_forward, loop_attentio
 
 PATHS = ("manual", "sdpa")
 SIX_TOKENS = torch.tensor(
-    [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64], [0.22, 0.58, 0.33], [0.77, 0.25, 0.10], [0.05, 0.80, 0.55]],
+    [[0.43, 0.15, 0.89], [0.55, 0.87, 0.66], [0.57, 0.85, 0.64], [0.22, 0.58, 0.33],
+     [0.77, 0.25, 0.10], [0.05, 0.80, 0.55]],
     dtype=torch.float64,
 )  # fmt: skip
 
@@ -163,8 +164,16 @@ TWO_HEADS_WEIGHTS = {
         ("output", [0.5, 1, 1.5, 0.8]),
     )
 }
-TWO_HEADS_OUTPUT = [[0.5, 1.0, -0.75, 0.32], [0.245186, 1.566253, -0.112375, -0.020067], [0.087325, 1.14371, 0.675199, 0.525115]]
-TWO_HEADS_DX = [[0.083948, 0.383648, 0.364742, 0.872071], [-0.094924, 0.97354, -0.133747, 0.316798], [-0.042842, 0.331237, 0.236996, 0.138583]]
+TWO_HEADS_OUTPUT = [
+    [0.5, 1.0, -0.75, 0.32],
+    [0.245186, 1.566253, -0.112375, -0.020067],
+    [0.087325, 1.14371, 0.675199, 0.525115],
+]
+TWO_HEADS_DX = [
+    [0.083948, 0.383648, 0.364742, 0.872071],
+    [-0.094924, 0.97354, -0.133747, 0.316798],
+    [-0.042842, 0.331237, 0.236996, 0.138583],
+]
 
 
 def with_weights(path: str, weights: dict[str, Tensor], n_head: int) -> MultiHeadAttention:
@@ -432,7 +441,9 @@ def test_A08_scores_are_divided_by_the_root_of_the_head_width(path: str) -> None
     """n_embd 64 in 4 heads: sqrt(16) = 4. With one-hot values the context shows the softmax of the scaled scores."""
     attention = module(path, 64, 4)
     assert attention.scale.item() == 4.0
-    torch.testing.assert_close(attention_score_matrix(torch.ones(1, 16), torch.ones(1, 16), attention.scale).item(), 4.0)
+    torch.testing.assert_close(
+        attention_score_matrix(torch.ones(1, 16), torch.ones(1, 16), attention.scale).item(), 4.0
+    )
     identity = torch.eye(64, dtype=torch.float64)
     attention = with_weights(path, dict.fromkeys(("query", "key", "value", "output"), identity), 4)
     x = torch.zeros(1, 2, 64, dtype=torch.float64)

@@ -150,7 +150,9 @@ def test_loss_is_the_mean_cross_entropy_over_targets_that_count() -> None:
     targets[0, :5] = IGNORED_TARGET
     logits, loss = model(idx, targets)
     probabilities = logits.softmax(-1)
-    kept = [-math.log(probabilities[b, t, targets[b, t]].item()) for b in range(2) for t in range(9) if targets[b, t] >= 0]
+    kept = [
+        -math.log(probabilities[b, t, targets[b, t]].item()) for b in range(2) for t in range(9) if targets[b, t] >= 0
+    ]
     assert len(kept) == 13 and loss is not None
     assert loss.item() == pytest.approx(sum(kept) / 13, abs=1e-12)
 
@@ -162,7 +164,9 @@ def test_T18_the_first_loss_is_that_of_guessing() -> None:
 
 
 def test_T19_a_tied_head_is_one_storage_counted_once() -> None:
-    tied, untied = (GPT(GPTConfig(vocab_size=100, n_layer=1, n_head=1, n_embd=8, block_size=4, tied_head=t)) for t in (True, False))
+    tied, untied = (
+        GPT(GPTConfig(vocab_size=100, n_layer=1, n_head=1, n_embd=8, block_size=4, tied_head=t)) for t in (True, False)
+    )
     assert tied.head_weight.data_ptr() == tied.token_embedding.weight.data_ptr()
     assert untied.parameter_count() - tied.parameter_count() == 100 * 8
     assert not any(name.startswith("head") for name in tied.state_dict())

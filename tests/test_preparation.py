@@ -24,7 +24,11 @@ ACCENTED = "Où est l'été? Ça va très bien, naïve façade.\n" * 20
 def prepared_ids(folder: Path) -> list[int]:
     """All tokens of a prepared folder, training part first."""
     meta = read_metadata(folder)
-    return [int(i) for name in ("train.bin", "val.bin") for i in np.fromfile(folder / name, dtype=f"<{meta.dtype[0]}{2 if meta.dtype == 'uint16' else 4}")]
+    return [
+        int(i)
+        for name in ("train.bin", "val.bin")
+        for i in np.fromfile(folder / name, dtype=f"<{meta.dtype[0]}{2 if meta.dtype == 'uint16' else 4}")
+    ]
 
 
 def prepare_file(here: Path, content: bytes, *arguments: str, name: str = "text.txt") -> PreparedData:
@@ -81,7 +85,12 @@ def test_D15_the_vocabulary_has_no_mark(here: Path) -> None:
     assert b"\r" not in tokenizer.token_bytes
     mark = tokenizer.token_bytes.index("\ufeff".encode())  # four of the five are inside the file and stay
     assert prepared_ids(here / "out").count(mark) == 4
-    assert prepare_file(here, b"\xef\xbb\xbfplain\r\n" * 1 + b"text", "--tokenizer=char", "--val_fraction=0").tokenizer.token_bytes.count("\ufeff".encode()) == 0
+    assert (
+        prepare_file(
+            here, b"\xef\xbb\xbfplain\r\n" * 1 + b"text", "--tokenizer=char", "--val_fraction=0"
+        ).tokenizer.token_bytes.count("\ufeff".encode())
+        == 0
+    )
 
 
 def test_D14_korean_is_kept_as_it_is_and_the_counts_are_printed(here: Path) -> None:
@@ -112,7 +121,9 @@ def test_D07_documents_of_a_folder_are_sorted_and_each_ends_in_one_separator(her
     assert "3 documents" in outcome.stdout
 
 
-def test_D07_no_separator_is_invented_inside_a_file_however_it_is_cut(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D07_no_separator_is_invented_inside_a_file_however_it_is_cut(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data.sources, "PIECE_BYTES", 7)
     monkeypatch.setattr(data.preparation, "PIECES_AT_ONCE", 2)
     prepared = prepare_file(here, ACCENTED.encode(), "--vocab_size=300", "--val_fraction=0.2")
@@ -122,8 +133,12 @@ def test_D07_no_separator_is_invented_inside_a_file_however_it_is_cut(here: Path
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_D09_the_pieces_in_which_a_text_is_read_change_nothing(tokenizer: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "text.txt").write_text("\n".join(f"def f{i}(x):\n    return  x * {i}  # é한" for i in range(200)), encoding="utf-8")
+def test_D09_the_pieces_in_which_a_text_is_read_change_nothing(
+    tokenizer: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "text.txt").write_text(
+        "\n".join(f"def f{i}(x):\n    return  x * {i}  # é한" for i in range(200)), encoding="utf-8"
+    )
     results = []
     for size in (11, 97, 1 << 20):
         monkeypatch.setattr(data.sources, "PIECE_BYTES", size)
@@ -132,7 +147,9 @@ def test_D09_the_pieces_in_which_a_text_is_read_change_nothing(tokenizer: str, h
     assert results[0] == results[1] == results[2]
 
 
-def test_D10_a_text_without_any_place_to_cut_is_refused_before_memory_runs_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D10_a_text_without_any_place_to_cut_is_refused_before_memory_runs_out(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data.preparation, "PIECE_LIMIT", 1000)
     monkeypatch.setattr(data.sources, "PIECE_BYTES", 100)
     (here / "text.txt").write_text("x" * 5000)
@@ -151,7 +168,9 @@ def test_D17_a_folder_of_500_one_line_files_works(here: Path) -> None:
     assert prepared_ids(here / "out").count(prepared.tokenizer.end_of_text) == 500
 
 
-@pytest.mark.parametrize("what", ["missing.txt", "empty folder", "empty.txt", "folder of empty files", "no*match", "folder/**/*.md"])
+@pytest.mark.parametrize(
+    "what", ["missing.txt", "empty folder", "empty.txt", "folder of empty files", "no*match", "folder/**/*.md"]
+)
 def test_D17_nothing_to_read_is_a_clean_error(what: str, here: Path) -> None:
     (here / "empty folder").mkdir()
     (here / "empty.txt").touch()
@@ -174,7 +193,12 @@ def test_D17_standard_input_is_a_source(here: Path) -> None:
     assert outcome.status == 0, outcome.stderr
     prepared = PreparedData(here / "out")
     assert prepared.tokenizer.decode(prepared_ids(here / "out")) == ACCENTED
-    assert sorted(path.name for path in (here / "out").iterdir()) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+    assert sorted(path.name for path in (here / "out").iterdir()) == [
+        "meta.json",
+        "tokenizer.json",
+        "train.bin",
+        "val.bin",
+    ]
     assert_clean_error(script("prepare.py", "-", "--out_dir=out2", cwd=here, stdin=b""), "standard input", "empty")
 
 
@@ -205,7 +229,9 @@ class FailingServer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(503 if self.path == "/busy" else 200)
         self.end_headers()
-        self.wfile.write({"/busy": b"<html>busy</html>", "/good": b"hello", "/long": b"hello" * 100}.get(self.path, b"hullo"))
+        self.wfile.write(
+            {"/busy": b"<html>busy</html>", "/good": b"hello", "/long": b"hello" * 100}.get(self.path, b"hullo")
+        )
 
     def log_message(self, *arguments: object) -> None:
         pass
@@ -223,7 +249,9 @@ HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 
 
 @pytest.mark.parametrize(("page", "words"), [("/busy", "503"), ("/wrong", "5 bytes"), ("/long", "5 bytes")])
-def test_D16_a_download_that_is_not_the_expected_file_leaves_nothing(page: str, words: str, server: str, here: Path) -> None:
+def test_D16_a_download_that_is_not_the_expected_file_leaves_nothing(
+    page: str, words: str, server: str, here: Path
+) -> None:
     with pytest.raises(UserError, match=words):
         download(server + page, here / "sub" / "file.txt", sha256=HELLO, size=5)
     assert not list(here.rglob("file*"))
@@ -249,8 +277,9 @@ def test_D05_an_empty_validation_part_is_reported_when_preparing(here: Path) -> 
 
 def test_D05_without_validation_training_says_so_and_never_shows_nan(here: Path) -> None:
     (here / "tiny.txt").write_text("abcdefghijklmnopqrstuvwxyz0123")
-    outcome = run_train("--text=tiny.txt", "--tokenizer=char", "--val_fraction=0", "--n_layer=1", "--n_head=1", "--n_embd=8",
-                        "--block_size=8", "--max_iters=3", "--eval_interval=1", "--out_dir=run", "--device=cpu")  # fmt: skip
+    outcome = run_train("--text=tiny.txt", "--tokenizer=char", "--val_fraction=0", "--n_layer=1",
+                        "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=3", "--eval_interval=1",
+                        "--out_dir=run")  # fmt: skip
     assert outcome.status == 0 and "evaluation is off" in outcome.stdout
     lines = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines and not any("val_loss" in line for line in lines)
@@ -266,7 +295,9 @@ def test_D05_the_split_is_at_the_end_and_of_the_size_asked_for(fraction: float, 
 
 def test_D05_a_text_shorter_than_the_context_is_refused_before_training(here: Path) -> None:
     (here / "tiny.txt").write_text("abcdefghij" * 4)
-    outcome = run_train("--text=tiny.txt", "--tokenizer=char", "--block_size=64", "--n_embd=8", "--n_head=1", "--out_dir=run")
+    outcome = run_train(
+        "--text=tiny.txt", "--tokenizer=char", "--block_size=64", "--n_embd=8", "--n_head=1", "--out_dir=run"
+    )
     assert_clean_error(outcome, "block_size = 64", "65", "37 tokens")
     assert not (here / "run").exists()
 
@@ -311,7 +342,11 @@ def test_D13_an_id_beyond_the_vocabulary_is_refused_when_loading(here: Path, cha
 
 
 def test_D13_a_token_file_of_another_length_is_refused(here: Path, char_data: Path) -> None:
-    for change in (lambda path: os.truncate(path, 100), lambda path: os.truncate(path, 101), lambda path: path.unlink()):
+    for change in (
+        lambda path: os.truncate(path, 100),
+        lambda path: os.truncate(path, 101),
+        lambda path: path.unlink(),
+    ):
         bad = copy_of(char_data, here / f"bad{len(list(here.iterdir()))}")
         change(bad / "val.bin")
         assert_clean_error(run_train(f"--data_dir={bad}", "--out_dir=run"), "val.bin", "prepare the data again")
@@ -324,8 +359,12 @@ def test_V04_without_metadata_the_vocabulary_is_never_guessed(here: Path, char_d
     assert_clean_error(run_train("--data_dir=nowhere", "--out_dir=run"), "nowhere/meta.json")
 
 
-@pytest.mark.parametrize("change", [{"vocab_size": -1}, {"vocab_size": "66"}, {"dtype": "int8"}, {"extra": 1}, {"format_version": 2}, None])
-def test_V04_metadata_that_says_something_impossible_is_refused(change: dict[str, object] | None, here: Path, char_data: Path) -> None:
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": -1}, {"vocab_size": "66"}, {"dtype": "int8"}, {"extra": 1}, {"format_version": 2}, None]
+)
+def test_V04_metadata_that_says_something_impossible_is_refused(
+    change: dict[str, object] | None, here: Path, char_data: Path
+) -> None:
     bad = copy_of(char_data, here / "bad")
     meta = json.loads((bad / "meta.json").read_text())
     (bad / "meta.json").write_text("{" if change is None else json.dumps(meta | change))
@@ -339,8 +378,8 @@ def test_V04_a_tokenizer_that_the_metadata_does_not_know_is_refused(here: Path, 
 
 
 def test_V04_padding_is_a_setting_of_its_own_and_both_sizes_are_printed(here: Path, char_data: Path) -> None:
-    outcome = run_train(f"--data_dir={char_data}", "--vocab_padding_multiple=64", "--n_embd=8", "--n_head=1", "--n_layer=1",
-                        "--block_size=8", "--max_iters=0", "--out_dir=run", "--device=cpu")  # fmt: skip
+    outcome = run_train(f"--data_dir={char_data}", "--vocab_padding_multiple=64", "--n_embd=8", "--n_head=1",
+                        "--n_layer=1", "--block_size=8", "--max_iters=0", "--out_dir=run")  # fmt: skip
     size = read_metadata(char_data).vocab_size
     assert f"vocabulary of {size}, padded to 64" in outcome.stdout, outcome.stderr
 
@@ -375,12 +414,22 @@ def test_preparing_again_replaces_the_folder(here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == ["out", "text.txt"]
 
 
-def test_train_text_prepares_once_and_again_only_when_the_text_changes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_text_prepares_once_and_again_only_when_the_text_changes(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     real = data.preparation.prepare
     monkeypatch.setattr(data.preparation, "prepare", lambda *a: calls.append(a) or real(*a))
     (here / "text.txt").write_text("some text to train on, again and again. " * 20)
-    arguments = ("--text=text.txt", "--tokenizer=char", "--n_embd=8", "--n_head=1", "--n_layer=1", "--block_size=8", "--max_iters=0")
+    arguments = (
+        "--text=text.txt",
+        "--tokenizer=char",
+        "--n_embd=8",
+        "--n_head=1",
+        "--n_layer=1",
+        "--block_size=8",
+        "--max_iters=0",
+    )
     for run, expected in (("a", 1), ("b", 1)):
         assert run_train(*arguments, f"--out_dir={run}").status == 0
         assert len(calls) == expected

@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY, assert_clean_error, run_train, script
 
 
 def train_settings(*argv: str) -> TrainSettings:
-    return parse(TrainSettings, list(argv), takes_preset=True)[0]
+    return parse(TrainSettings, list(argv), takes_preset=True)
 
 
 def refusal(*argv: str, schema: type[Settings] = TrainSettings) -> str:
@@ -40,7 +40,9 @@ def test_C02_reasonable_spellings_of_numbers_have_the_keys_type(argument: str, n
     assert accepted == value and type(accepted) is type(value)
 
 
-@pytest.mark.parametrize("argument", ["--max_iters=2.5", "--max_iters=many", "--max_iters=", "--max_iters=1e400", "--max_iters=nan"])
+@pytest.mark.parametrize(
+    "argument", ["--max_iters=2.5", "--max_iters=many", "--max_iters=", "--max_iters=1e400", "--max_iters=nan"]
+)
 def test_C02_a_fraction_is_no_whole_number(argument: str) -> None:
     message = refusal(argument)
     assert "max_iters" in message and argument.split("=")[1] in message and "a whole number" in message
@@ -65,7 +67,9 @@ def test_C03_every_spelling_of_false_is_off(spelling: str) -> None:
     assert train_settings(f"--bias={spelling}").bias is False
 
 
-@pytest.mark.parametrize("arguments", [["--compile=true"], ["--compile=True"], ["--compile=1"], ["--compile"], ["--compile", "true"]])
+@pytest.mark.parametrize(
+    "arguments", [["--compile=true"], ["--compile=True"], ["--compile=1"], ["--compile"], ["--compile", "true"]]
+)
 def test_C03_the_bare_form_and_every_spelling_of_true_are_on(arguments: list[str]) -> None:
     assert train_settings(*arguments).compile is True
 
@@ -75,13 +79,25 @@ def test_C03_another_word_is_refused_with_the_choices() -> None:
 
 
 def test_C03_the_effective_value_is_printed(here: Path, char_data: Path) -> None:
-    arguments = (f"--data_dir={char_data}", "--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=0")
+    arguments = (
+        f"--data_dir={char_data}",
+        "--n_layer=1",
+        "--n_head=1",
+        "--n_embd=8",
+        "--block_size=8",
+        "--max_iters=0",
+    )
     assert "compile False" in run_train(*arguments, "--compile=0").stdout
 
 
 @pytest.mark.parametrize(
     ("typo", "nearest"),
-    [("lerning_rate", "learning_rate"), ("learning-rate", "learning_rate"), ("attn_impl", "attention_impl"), ("n_layers", "n_layer")],
+    [
+        ("lerning_rate", "learning_rate"),
+        ("learning-rate", "learning_rate"),
+        ("attn_impl", "attention_impl"),
+        ("n_layers", "n_layer"),
+    ],
 )
 def test_C04_a_misspelt_key_is_refused_with_the_nearest_one_everywhere(typo: str, nearest: str, tmp_path: Path) -> None:
     preset = tmp_path / "preset.toml"
@@ -102,7 +118,9 @@ def test_C04_a_key_without_a_value_and_a_stray_word_are_refused() -> None:
     assert "no such file" in refusal("missing.toml")
 
 
-@pytest.mark.parametrize("text", ["import os\n", "max_iters = int('5')\n", "max_iters = 5 +\n", "[model]\nn_layer = 2\n"])
+@pytest.mark.parametrize(
+    "text", ["import os\n", "max_iters = int('5')\n", "max_iters = 5 +\n", "[model]\nn_layer = 2\n"]
+)
 def test_C05_a_preset_is_data_and_never_run(text: str, tmp_path: Path) -> None:
     preset = tmp_path / "preset.toml"
     preset.write_text(text)
@@ -173,7 +191,9 @@ def test_C07_every_whole_number_and_rate_of_every_schema_has_a_lower_bound() -> 
         (SampleSettings, ["--top_p=0"], "more than 0 and at most 1"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(schema: type[Settings], arguments: list[str], words: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    schema: type[Settings], arguments: list[str], words: str
+) -> None:
     assert words in refusal(*arguments, schema=schema)
 
 
@@ -193,14 +213,14 @@ def test_environment_variables_are_no_source(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_resolved_settings_can_be_fed_back_in(tmp_path: Path) -> None:
-    chosen = train_settings("--n_layer=2", "--text=a \"quoted\" \\ name é 한.txt", "--learning_rate=3e-4", "--bias=false")
+    chosen = train_settings("--n_layer=2", '--text=a "quoted" \\ name é 한.txt', "--learning_rate=3e-4", "--bias=false")
     saved = tmp_path / "settings.toml"
     saved.write_text(to_toml(chosen), encoding="utf-8")
     assert train_settings(str(saved)) == chosen
 
 
 def test_stop_may_be_given_several_times_and_keeps_commas_and_line_breaks() -> None:
-    chosen, _, _ = parse(SampleSettings, ["--stop=a, b", "--stop=\n\n"])
+    chosen = parse(SampleSettings, ["--stop=a, b", "--stop=\n\n"])
     assert chosen.stop == ["a, b", "\n\n"]
 
 

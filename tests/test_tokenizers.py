@@ -131,7 +131,14 @@ def test_bpe_gives_the_vocabulary_asked_for_or_what_the_text_has() -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.sampled_from(["a", "Z", "é", "한", "7", " ", "  ", "\n", "\r\n", "\t", ".", "'s", "_", "-", "\u0301", END_OF_TEXT]), max_size=60))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["a", "Z", "é", "한", "7", " ", "  ", "\n", "\r\n", "\t", ".", "'s", "_", "-", "\u0301", END_OF_TEXT]
+        ),
+        max_size=60,
+    )
+)
 def test_D09_ids_do_not_depend_on_where_the_text_is_cut(parts: list[str]) -> None:
     text = "".join(parts)
     cut = BPE.safe_prefix(text)
@@ -140,7 +147,9 @@ def test_D09_ids_do_not_depend_on_where_the_text_is_cut(parts: list[str]) -> Non
 
 
 @pytest.mark.parametrize("encoding", ["gpt2", "cl100k_base", "o200k_base"])
-def test_D09_the_places_to_cut_are_borders_of_every_tiktoken_pattern(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D09_the_places_to_cut_are_borders_of_every_tiktoken_pattern(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The patterns themselves ship with tiktoken; their vocabularies do not, so bytes stand in."""
     import tiktoken_ext.openai_public as public
 
@@ -151,7 +160,26 @@ def test_D09_the_places_to_cut_are_borders_of_every_tiktoken_pattern(encoding: s
 
     pattern = regex.compile(public.ENCODING_CONSTRUCTORS[encoding]()["pat_str"])
     generator = np.random.default_rng(0)
-    alphabet = ["a", "Bc", "é", "한", "42", " ", "   ", "\n", "\n\n", "\r\n", "\t", ".", "/", "'s", "'LL", "_", "\u0301", "\u3000"]
+    alphabet = [
+        "a",
+        "Bc",
+        "é",
+        "한",
+        "42",
+        " ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        ".",
+        "/",
+        "'s",
+        "'LL",
+        "_",
+        "\u0301",
+        "\u3000",
+    ]
     tokenizer = BPETokenizer("x", "", [b"x"], end_of_text=1, vocab_size=2)
     cuts = 0
     for _ in range(3000):
@@ -182,7 +210,9 @@ def test_D10_a_panic_of_the_encoder_becomes_a_clean_error() -> None:
         tokenizer.encode("x")
 
 
-def test_D08_without_network_and_cache_the_error_names_the_variable_and_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_D08_without_network_and_cache_the_error_names_the_variable_and_the_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import tiktoken
 
     def offline(name: str) -> None:
@@ -207,5 +237,7 @@ def test_D08_the_char_path_never_imports_tiktoken() -> None:
         "from data.tokenizers import CharTokenizer, tokenizer_from_json\n"
         "t = CharTokenizer('abc'); print(tokenizer_from_json(t.to_json()).decode(t.encode('cab')))"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert result.stdout == "cab\n", result.stderr

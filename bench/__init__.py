@@ -1,0 +1,1 @@
+"""Measurements: ratios of alternatives timed in turn in the same run, never single times."""

@@ -1,0 +1,90 @@
+"""How things are timed: warmed up, synchronised, in turn, medians with their spread.
+
+Knows nothing of what it times.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of repeated runs of one thing."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.seconds)
+
+    def __str__(self) -> str:
+        low, high = min(self.seconds), max(self.seconds)
+        return f"{1000 * self.median:.2f} ({1000 * low:.2f} to {1000 * high:.2f})"
+
+
+def time_in_turn(
+    alternatives: dict[str, Callable[[], object]], *, rounds: int = 7, at_least_seconds: float = 0.1
+) -> dict[str, Timing]:
+    """Time alternatives A B A B ..., so that a drift of the machine's speed touches all alike.
+
+    Args:
+        alternatives: what to run, by name; each is run twice first and not counted.
+        rounds: timings of each.
+        at_least_seconds: each timing repeats a short run until this has passed.
+
+    Returns:
+        Seconds for one run, by name.
+    """
+    repeats = {}
+    for name, run in alternatives.items():
+        run()
+        once = _seconds(run, 1)
+        repeats[name] = max(1, round(at_least_seconds / max(1e-6, once)))
+    timings: dict[str, list[float]] = {name: [] for name in alternatives}
+    for _ in range(rounds):
+        for name, run in alternatives.items():
+            timings[name].append(_seconds(run, repeats[name]) / repeats[name])
+    return {name: Timing(tuple(seconds)) for name, seconds in timings.items()}
+
+
+def _seconds(run: Callable[[], object], repeats: int) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def machine() -> str:
+    """What the figures were measured on, in a line."""
+    if torch.cuda.is_available():
+        processor = torch.cuda.get_device_name()
+    else:
+        model = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+        processor = f"{os.cpu_count()} cores of {model}, {torch.get_num_threads()} threads"
+    return f"{processor}; {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def write_table(name: str, title: str, command: str, columns: list[str], rows: list[list[str]]) -> Path:
+    """Write a Markdown table to bench/results/, with the machine and the command that made it."""
+    lines = [f"# {title}", "", f"Measured on {machine()}, with `{command}`.", ""]
+    lines += ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
+    path = RESULTS / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
