@@ -129,12 +129,13 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
         UserError: its loss or gradient is not finite.
     """
     step = run.progress.step
-    refuse_divergence(run, loss=loss, gradient_norm=gradient_norm)
+    # A loss scaler finds its scale by trying, and skips the updates whose gradients overflow.
+    refuse_divergence(run, loss=loss, gradient_norm=0.0 if run.scaler.is_enabled() else gradient_norm)
     speed = tracker.updates_per_second(step) * batches.tokens_per_step
     tracker.record(
         step,
         loss=loss,
-        gradient_norm=gradient_norm,
+        gradient_norm=gradient_norm if math.isfinite(gradient_norm) else None,
         learning_rate=learning_rate_at(step - 1, run.settings),
         tokens_per_second=round(speed),
         tokens=step * batches.tokens_per_step,

@@ -105,6 +105,7 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
     Raises:
         UserError: naming the first wrong key, what was given and what is allowed.
     """
+    _refuse_unknown(values, schema, "settings")
     try:
         return schema.model_validate(values)
     except ValidationError as error:

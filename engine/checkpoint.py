@@ -133,9 +133,12 @@ def tokenizer_from_checkpoint(content: dict[str, Any], path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it cannot be read, or has another number of ids than the model.
     """
     try:
-        return tokenizer_from_json(content["tokenizer"])
+        tokenizer = tokenizer_from_json(content["tokenizer"])
+        if tokenizer.vocab_size != content["model_config"].get("vocab_size"):
+            raise ValueError(f"{tokenizer.vocab_size} ids, but the model has {content['model_config'].get('vocab_size')}")
     except ValueError as error:
-        raise UserError(f"{path}: its tokenizer cannot be read: {error}") from None
+        raise UserError(f"{path}: its tokenizer does not serve: {error}") from None
+    return tokenizer

@@ -200,14 +200,21 @@ class Run:
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Take back optimizer, progress and random state; the model has its weights already."""
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.scaler.load_state_dict(checkpoint["scaler"])
-        self.progress = Progress(**checkpoint["progress"])
-        self.wandb_id = checkpoint["wandb_id"]
-        torch.set_rng_state(checkpoint["random_state"]["cpu"])
-        if self.model.device.type == "cuda" and checkpoint["random_state"]["cuda"]:
-            torch.cuda.set_rng_state_all(checkpoint["random_state"]["cuda"])
+        """Take back optimizer, progress and random state; the model has its weights already.
+
+        Raises:
+            UserError: the state is not one of this run's.
+        """
+        try:
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            self.scaler.load_state_dict(checkpoint["scaler"])
+            self.progress = Progress(**checkpoint["progress"])
+            self.wandb_id = checkpoint["wandb_id"]
+            torch.set_rng_state(checkpoint["random_state"]["cpu"])
+            if self.model.device.type == "cuda" and checkpoint["random_state"]["cuda"]:
+                torch.cuda.set_rng_state_all(checkpoint["random_state"]["cuda"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None
 
 
 def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:

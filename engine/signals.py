@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from types import FrameType
 
 
@@ -17,7 +18,8 @@ class StopSignals:
         self.received: int | None = None
 
     def __enter__(self) -> "StopSignals":
-        self.previous = {number: signal.signal(number, self._handle) for number in self.HANDLED}
+        catchable = self.HANDLED if threading.current_thread() is threading.main_thread() else ()
+        self.previous = {number: signal.signal(number, self._handle) for number in catchable}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -4,6 +4,7 @@ Knows nothing of models; it is given numbers.
 """
 
 import json
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -66,7 +67,10 @@ class Tracker:
     def __init__(self, out_dir: Path, settings: TrainSettings, first_step: int, wandb_id: str | None) -> None:
         self.metrics = MetricsFile(out_dir / "metrics.jsonl", first_step)
         self.wandb_run = _start_wandb(out_dir, settings, wandb_id) if settings.wandb != "disabled" else None
-        self.bar = tqdm(total=settings.max_iters, initial=first_step, unit="step", dynamic_ncols=True)
+        interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file need not hold every frame
+        self.bar = tqdm(
+            total=settings.max_iters, initial=first_step, unit="step", dynamic_ncols=True, mininterval=interval
+        )
         self.restart_clock(first_step)
 
     def __enter__(self) -> "Tracker":
@@ -98,7 +102,7 @@ class Tracker:
         """One update is done."""
         self.bar.update()
 
-    def record(self, step: int, **values: float) -> None:
+    def record(self, step: int, **values: float | None) -> None:
         """Write one line of numbers."""
         self.metrics.write({"step": step, **values})
         if self.wandb_run is not None:

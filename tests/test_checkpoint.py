@@ -133,6 +133,12 @@ def test_K08_a_file_that_is_no_checkpoint_is_refused_by_path_and_reason(how: str
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
+    for tokenizer in (CharTokenizer("abcdef").to_json(), "nonsense", "[]"):
+        with pytest.raises(UserError, match=r"c\.pt: its tokenizer"):
+            tokenizer_from_checkpoint({**content(gpt()), "tokenizer": tokenizer}, tmp_path / "c.pt")
+
+
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
     saved = content(gpt())
     saved["model_config"]["n_embd"] = 16
