@@ -138,7 +138,9 @@ def tokenizer_from_checkpoint(content: dict[str, Any], path: Path) -> Tokenizer:
     try:
         tokenizer = tokenizer_from_json(content["tokenizer"])
         if tokenizer.vocab_size != content["model_config"].get("vocab_size"):
-            raise ValueError(f"{tokenizer.vocab_size} ids, but the model has {content['model_config'].get('vocab_size')}")
+            raise ValueError(
+                f"{tokenizer.vocab_size} ids, but the model has {content['model_config'].get('vocab_size')}"
+            )
     except ValueError as error:
         raise UserError(f"{path}: its tokenizer does not serve: {error}") from None
     return tokenizer
