@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.runtime  ## make a virtual environment with what running needs
 

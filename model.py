@@ -104,13 +104,14 @@ def attention_score_matrix(queries: Tensor, keys: Tensor, scale: Tensor | float 
     return scaled_queries @ keys.transpose(-2, -1)
 
 
-def blocked_keys(T: int, S: int, device: torch.device, key_padding_mask: Tensor | None = None) -> Tensor:
+def blocked_keys(B: int, T: int, S: int, device: torch.device, key_padding_mask: Tensor | None = None) -> Tensor:
     """Which key each query may not see: True = blocked. The one place that knows both rules.
 
     Queries are aligned to the END of the keys: query t may see keys 0 ... S-T+t, so that T new tokens
     after a cache of S-T tokens see all of it.
 
     Args:
+        B: sequences.
         T: query positions.
         S: key positions.
         device: where the mask is made.
@@ -131,8 +132,8 @@ def blocked_keys(T: int, S: int, device: torch.device, key_padding_mask: Tensor 
         return blocked
     if key_padding_mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask is {key_padding_mask.dtype}: expected torch.bool, True = padding")
-    if key_padding_mask.dim() != 2 or key_padding_mask.shape[1] != S:
-        raise ValueError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}: expected (B, S) with S = {S}")
+    if key_padding_mask.shape != (B, S):
+        raise ValueError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}: expected (B, S) = {(B, S)}")
     return blocked | key_padding_mask[:, None, None, :]
 
 
@@ -156,14 +157,9 @@ def apply_causal_score_mask(scores: Tensor, key_padding_mask: Tensor | None = No
     T, S = scores.shape[-2:]
     if key_padding_mask is None and T == 1:
         return scores  # the newest query may see every key
-    blocked = blocked_keys(T, S, scores.device, key_padding_mask)
-    if key_padding_mask is not None:
-        if scores.dim() not in (3, 4) or scores.shape[0] != key_padding_mask.shape[0]:
-            raise ValueError(
-                f"key_padding_mask has shape {tuple(key_padding_mask.shape)}, scores {tuple(scores.shape)}: "
-                f"expected (B, S) beside (B, H, T, S) or (B, T, S)"
-            )
-        blocked = blocked if scores.dim() == 4 else blocked.squeeze(1)
+    blocked = blocked_keys(scores.shape[0], T, S, scores.device, key_padding_mask)
+    if scores.dim() == 3 and key_padding_mask is not None:
+        blocked = blocked.squeeze(1)  # (B, T, S)
     return scores.masked_fill(blocked, -torch.inf)
 
 
@@ -226,10 +222,10 @@ def fused_attention(
     Returns:
         Context (B, H, T, D).
     """
-    T, S = queries.shape[-2], keys.shape[-2]
+    B, T, S = queries.shape[0], queries.shape[-2], keys.shape[-2]
     if key_padding_mask is None and (T == S or T == 1):
         return F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout_p, is_causal=T == S)
-    blocked = blocked_keys(T, S, queries.device, key_padding_mask)
+    blocked = blocked_keys(B, T, S, queries.device, key_padding_mask)
     if key_padding_mask is None:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=~blocked, dropout_p=dropout_p)
     # What a backend returns for a row without any key has changed between versions: let it see all, then zero it.

@@ -10,18 +10,20 @@ from config.command_line import parse
 from config.errors import run_command
 from config.schema import PrepareSettings
 from data.dataset import Metadata
-from data.preparation import default_folder, prepare
+from data.preparation import DOWNLOADS, default_folder, prepare
+from data.sources import open_source
 
 
 def main(argv: list[str]) -> None:
     """Prepare one text and say what came of it."""
     settings = parse(PrepareSettings, argv)
-    out_dir = Path(settings.out_dir) if settings.out_dir else default_folder(settings.source, settings)
-    print(summary(prepare(settings.source, settings, out_dir), settings.vocab_size))
+    with open_source(settings.source, DOWNLOADS) as source:
+        out_dir = Path(settings.out_dir) if settings.out_dir else default_folder(source, settings)
+        print(summary(prepare(source, settings, out_dir)))
     print(f"written to {out_dir}; train on it with: python train.py --data_dir={out_dir}")
 
 
-def summary(metadata: Metadata, requested_vocab_size: int) -> str:
+def summary(metadata: Metadata) -> str:
     """What a prepared folder holds, in a few lines."""
     tokens = metadata.train_tokens + metadata.val_tokens
     lines = [
@@ -32,10 +34,9 @@ def summary(metadata: Metadata, requested_vocab_size: int) -> str:
         f"{metadata.characters / tokens:.2f} characters per token, "
         f"{tokens / max(1, metadata.characters):.2f} tokens per character",
     ]
-    if metadata.tokenizer == "bpe" and metadata.vocab_size < requested_vocab_size:
-        lines.append(
-            f"note        the text has pairs for {metadata.vocab_size:,} of the {requested_vocab_size:,} ids asked for"
-        )
+    asked = metadata.requested_vocab_size
+    if metadata.tokenizer == "bpe" and metadata.vocab_size < asked:
+        lines.append(f"note        the text has pairs for {metadata.vocab_size:,} of the {asked:,} ids asked for")
     return "\n".join(lines)
 
 

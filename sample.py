@@ -35,6 +35,7 @@ def main(argv: list[str]) -> None:
     prompt = prompt_ids(text, tokenizer, settings, documents=checkpoint["data"].get("documents", 1))
     size = f"{model.parameter_count():,} parameters"
     note(f"{path}: step {checkpoint['step']:,}, {size}, on {device} in {dtype} ({reason})")
+    del checkpoint  # on Windows a file that is mapped cannot be replaced
     if len(prompt) > model.config.block_size:
         note(f"the prompt has {len(prompt):,} tokens; the model sees the last {model.config.block_size:,} of them")
     for sample in range(settings.num_samples):

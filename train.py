@@ -6,16 +6,20 @@ python train.py config/quick.toml --text=my_text.txt --resume --max_iters=4000
 """
 
 import math
+import shlex
 import sys
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from config.command_line import checked, read_values
-from config.errors import UserError, run_command
+from config.command_line import checked, overlaid, read_given
+from config.errors import run_command
 from config.schema import TrainSettings
 from data.batches import TrainingBatches, validation_batches
+from data.dataset import PreparedData
 from engine.checkpoint import model_from_checkpoint
 from engine.device import autocast, choose_device, choose_dtype, compiled_or_eager, describe_device
 from engine.evaluation import Evaluation, evaluate
@@ -28,27 +32,18 @@ from model import GPT
 
 def main(argv: list[str]) -> None:
     """Set up a run, say what it is, train it."""
-    given, preset = read_values(TrainSettings, argv, takes_preset=True)
-    out_dir, resume = place_of_run(given, preset)
+    given = read_given(TrainSettings, argv, takes_preset=True)
+    out_dir, resume = place_of_run(given)
     checkpoint = checkpoint_to_resume(out_dir, resume)
     if checkpoint is None:
-        settings = checked(TrainSettings, given)
+        settings = checked(TrainSettings, overlaid(TrainSettings, given.preset, given.command_line))
     else:
         settings = settings_to_resume(checkpoint["settings"], given, out_dir)
     settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
     device = choose_device(settings.device)
     dtype, dtype_reason = choose_dtype(settings.dtype, device, training=True)
-    data = open_data(settings, None if checkpoint is None else checkpoint["data"])
-
-    if checkpoint is None:
-        torch.manual_seed(settings.seed)
-        model = GPT(settings.gpt_config(data.tokenizer.vocab_size))
-    else:
-        path = out_dir / "last.pt"
-        model = model_from_checkpoint(
-            checkpoint, path, attention_impl=settings.attention_impl, dropout=settings.dropout
-        )
-    model.to(device)
+    data = open_data(settings, checkpoint)
+    model = make_model(settings, data, checkpoint, out_dir / "last.pt").to(device)
     batches = TrainingBatches(
         data.train,
         block_size=settings.block_size,
@@ -59,26 +54,35 @@ def main(argv: list[str]) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
-    finished = checkpoint is not None and checkpoint["step"] >= settings.max_iters
     if checkpoint is not None:
         run.restore(checkpoint)
-        del checkpoint
     print(summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"))
-    if finished:
-        print(f"nothing to do: {run.progress.step:,} of max_iters = {settings.max_iters:,} updates are done")
+    if checkpoint is not None and run.is_finished:
+        print(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
         return
+    del checkpoint
     train(run, batches, dtype)
+
+
+def make_model(settings: TrainSettings, data: PreparedData, checkpoint: dict[str, Any] | None, path: Path) -> GPT:
+    """A new model from the seed, or the one in a checkpoint."""
+    if checkpoint is not None:
+        changes = {"attention_impl": settings.attention_impl, "dropout": settings.dropout}
+        return model_from_checkpoint(checkpoint, path, **changes)
+    torch.manual_seed(settings.seed)
+    return GPT(settings.gpt_config(data.tokenizer.vocab_size))
 
 
 def train(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> None:
     """The training loop: every update learns from one global batch; validations and checkpoints come between."""
     settings, progress, model = run.settings, run.progress, run.model.train()
     forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if settings.compile else model
+    run.write_settings()
     tracker = Tracker(run.out_dir, settings, progress.step, run.wandb_id)
     run.wandb_id = tracker.wandb_id
     with tracker, StopSignals() as signals:
         if settings.max_iters == 0:
-            run.save_after(validate(run, tracker, dtype))
+            run.save(validate(run, tracker, dtype))
         for step in range(progress.step, settings.max_iters):
             run.optimizer.set_learning_rate(learning_rate_at(step, settings))
             loss, gradient_norm = update(run, forward, batches, step, dtype)
@@ -87,7 +91,8 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> None:
             if is_due(progress.step, settings.log_interval, settings.max_iters) or step == 0:
                 record_update(run, tracker, batches, loss.item(), gradient_norm.item())
             if is_due(progress.step, settings.eval_interval, settings.max_iters):
-                run.save_after(validate(run, tracker, dtype))
+                run.save(validate(run, tracker, dtype))
+                tracker.restart_clock(progress.step)
             if signals.received is not None or run.patience_is_over:
                 break
         leave(run, tracker, signals.received)
@@ -106,9 +111,15 @@ def update(
         loss = loss / settings.gradient_accumulation_steps
         run.scaler.scale(loss).backward()
         parts.append(loss.detach())
-    run.optimizer.unscale(run.scaler)
-    gradient_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.grad_clip or math.inf)
-    run.optimizer.step(run.scaler)
+    optimizer = cast(torch.optim.Optimizer, run.optimizer)  # the scaler asks for its groups and its step alone
+    run.scaler.unscale_(optimizer)
+    gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+    gradient_norm = torch.nn.utils.get_total_norm(gradients)
+    if settings.grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), settings.grad_clip, gradient_norm)
+    run.scaler.step(optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
     return torch.stack(parts).sum(), gradient_norm
 
 
@@ -130,7 +141,8 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
     """
     step = run.progress.step
     # A loss scaler finds its scale by trying, and skips the updates whose gradients overflow.
-    refuse_divergence(run, loss=loss, gradient_norm=0.0 if run.scaler.is_enabled() else gradient_norm)
+    if not math.isfinite(loss) or not (math.isfinite(gradient_norm) or run.scaler.is_enabled()):
+        raise run.divergence(f"the loss is {loss}, the gradient's norm {gradient_norm}")
     speed = tracker.updates_per_second(step) * batches.tokens_per_step
     tracker.record(
         step,
@@ -157,7 +169,8 @@ def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | Non
     )
     byte_lengths = torch.from_numpy(run.data.tokenizer.byte_lengths()).to(device)
     result = evaluate(run.model, windows, byte_lengths, dtype)
-    refuse_divergence(run, val_loss=result.loss)
+    if not math.isfinite(result.loss):
+        raise run.divergence(f"the validation loss is {result.loss}")
     tracker.record(
         run.progress.step,
         val_loss=result.loss,
@@ -169,30 +182,13 @@ def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | Non
         f"step {run.progress.step:,}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"{result.bits_per_byte:.4f} bits per byte, over {result.tokens:,} tokens"
     )
-    tracker.restart_clock(run.progress.step)
     return result
-
-
-def refuse_divergence(run: Run, **numbers: float) -> None:
-    """Stop before broken weights are saved or called best.
-
-    Raises:
-        UserError: a number is NaN or infinite.
-    """
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            last = run.out_dir / "last.pt"
-            saved = f"{last} holds an earlier, finite state" if last.exists() else "nothing was saved yet"
-            raise UserError(
-                f"step {run.progress.step:,}: {name} is {value}, the training has diverged; {saved}; "
-                f"try a lower --learning_rate, a longer --warmup_iters or --dtype=float32"
-            )
 
 
 def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
     """Say how the run ended and how to use it; when it was interrupted, save first and exit 128 + signal."""
     done, settings = run.progress.step, run.settings
-    go_on = f"python train.py --out_dir={run.out_dir} --resume"
+    go_on = f"python train.py --out_dir={shlex.quote(str(run.out_dir))} --resume"
     if signal_number is not None:
         run.save()
         tracker.say(f"interrupted after step {done:,} and saved; go on with: {go_on}")
@@ -201,7 +197,7 @@ def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
         tracker.say(f"stopped early at step {done:,}: {settings.patience} validations without a better one")
     if math.isfinite(run.progress.best_loss):
         tracker.say(f"best validation loss {run.progress.best_loss:.4f} ({run.out_dir / 'best.pt'})")
-    tracker.say(f"sample from it with: python sample.py --out_dir={run.out_dir}")
+    tracker.say(f"sample from it with: python sample.py --out_dir={shlex.quote(str(run.out_dir))}")
 
 
 def summary(run: Run, batches: TrainingBatches, hardware: str) -> str:

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import tomllib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -18,6 +19,7 @@ from config.errors import UserError
 from config.schema import Settings
 
 PRESETS = Path(__file__).parent
+BOOLEAN_WORDS = {"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"}
 SettingsType = TypeVar("SettingsType", bound=Settings)
 
 
@@ -99,6 +101,49 @@ def _read_preset(name: str, schema: type[Settings]) -> dict[str, Any]:
     return values
 
 
+@dataclass(frozen=True)
+class Given:
+    """What the user gave, not yet checked: on the command line, and in a preset of some name."""
+
+    command_line: dict[str, Any]
+    preset: dict[str, Any]
+    preset_name: str | None
+
+
+def read_given(schema: type[Settings], argv: list[str], *, takes_preset: bool = False) -> Given:
+    """Read a command line and its preset.
+
+    Raises:
+        UserError: an unknown key (with the nearest valid one), or an unreadable preset.
+    """
+    namespace, unknown = _parser(schema, takes_preset).parse_known_args(_with_values(argv, schema))
+    options = [argument.lstrip("-").split("=", 1)[0] for argument in unknown if argument.startswith("-")]
+    _refuse_unknown(options, schema, "command line")
+    if unknown:
+        raise UserError(f"{unknown[0]}: not expected here; settings are given as --name=value")
+    command_line = vars(namespace)
+    name = command_line.pop("preset", None)
+    return Given(command_line, _read_preset(name, schema) if name else {}, name)
+
+
+def _with_values(argv: list[str], schema: type[Settings]) -> list[str]:
+    """Give a bare --flag its value, so that it does not swallow the word after it."""
+    flags = {f"--{name}" for name, field in schema.model_fields.items() if field.annotation is bool}
+    following = [*argv, ""][1:]
+    return [
+        f"{argument}=true" if argument in flags and after.lower() not in BOOLEAN_WORDS else argument
+        for argument, after in zip(argv, following, strict=True)
+    ]
+
+
+def overlaid(schema: type[Settings], below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, where `above` goes before `below` and sets aside what it stands instead of."""
+    for name, set_aside in schema.instead_of.items():
+        if above.get(name):
+            below = {key: value for key, value in below.items() if key not in set_aside}
+    return {**below, **above}
+
+
 def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
     """A settings object from raw values.
 
@@ -106,6 +151,10 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
         UserError: naming the first wrong key, what was given and what is allowed.
     """
     _refuse_unknown(values, schema, "settings")
+    for name, set_aside in schema.instead_of.items():
+        clash = [other for other in set_aside if values.get(name) and values.get(other)]
+        if clash:
+            raise UserError(f"{name} and {clash[0]} are both given: use one of them")
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -117,41 +166,23 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
         raise UserError(f"{name} = {first['input']!r}: expected {_allowed(field)} ({field.description})") from None
 
 
-def read_values(
-    schema: type[Settings], argv: list[str], *, takes_preset: bool = False
-) -> tuple[dict[str, Any], str | None]:
-    """The values that a command line and its preset give, by name, not yet checked; and the preset's name.
-
-    Raises:
-        UserError: an unknown key (with the nearest valid one), or an unreadable preset.
-    """
-    namespace, unknown = _parser(schema, takes_preset).parse_known_args(argv)
-    options = [argument.lstrip("-").split("=", 1)[0] for argument in unknown if argument.startswith("-")]
-    _refuse_unknown(options, schema, "command line")
-    if unknown:
-        raise UserError(f"{unknown[0]}: not expected here; settings are given as --name=value")
-    given = vars(namespace)
-    preset = given.pop("preset", None)
-    from_preset = _read_preset(preset, schema) if preset else {}
-    for name, set_aside in schema.instead_of.items():
-        if given.get(name):
-            clash = [other for other in set_aside if given.get(other)]
-            if clash:
-                raise UserError(f"--{name} and --{clash[0]} are both given: use one of them")
-            from_preset = {key: value for key, value in from_preset.items() if key not in set_aside}
-    return {**from_preset, **given}, preset
-
-
 def parse(schema: type[SettingsType], argv: list[str], *, takes_preset: bool = False) -> SettingsType:
     """The checked settings of a command line and its preset.
 
     Raises:
-        UserError: as `read_values` and `checked`.
+        UserError: as `read_given` and `checked`.
     """
-    values, _ = read_values(schema, argv, takes_preset=takes_preset)
-    return checked(schema, values)
+    given = read_given(schema, argv, takes_preset=takes_preset)
+    return checked(schema, overlaid(schema, given.preset, given.command_line))
+
+
+def plain_values(settings: Settings) -> dict[str, Any]:
+    """Settings as plain values that `checked` takes back, without those that others stand instead of."""
+    values = settings.model_dump()
+    set_aside = {other for name, others in settings.instead_of.items() if values[name] for other in others}
+    return {name: value for name, value in values.items() if name not in set_aside}
 
 
 def to_toml(settings: Settings) -> str:
-    """All settings as TOML that `parse` takes back as a preset."""
-    return tomli_w.dumps(settings.model_dump())
+    """Settings as TOML that `read_given` takes back as a preset."""
+    return tomli_w.dumps(plain_values(settings))

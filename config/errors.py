@@ -12,35 +12,53 @@ class UserError(Exception):
     """Something that the user can put right; its text names the thing, what was expected and what to do."""
 
 
-def printable_streams() -> None:
-    """Make sure that printing never dies, whatever the locale says about the terminal.
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says, for use inside a message of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
-    An ASCII locale (LC_ALL=C) says nothing about the terminal, so text goes out as UTF-8 there; any other
-    encoding is kept, and characters that it lacks become "?".
+
+def guarded(main: Callable[[list[str]], None], argv: list[str]) -> int:
+    """Run a script's main and give its exit status.
+
+    0 done, 2 something the user can put right (said in a line on standard error), 130 interrupted, 141 the
+    reader of our output went away.
     """
-    for stream in (sys.stdout, sys.stderr):
-        ascii_only = stream.encoding.lower().replace("-", "") in ("ascii", "ansi_x3.41968", "646")
-        stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="replace")  # type: ignore[union-attr]
+    try:
+        main(argv)
+        sys.stdout.flush()
+    except UserError as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit says nothing
+        return 141
+    except OSError as error:
+        return _complain(f"{error.filename or 'input or output'}: {error.strerror or reason_of(error)}")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _complain("out of memory: use a smaller --batch_size, --block_size or model, or free some memory")
+    return 0
+
+
+def _complain(message: str) -> int:
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    return 2
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
 
 
 def run_command(main: Callable[[list[str]], None]) -> NoReturn:
-    """Run a script's main with the command line, turning each way to end into its exit status.
-
-    0 done, 2 something the user can put right, 130 interrupted, 141 the reader of our output went away,
-    143 terminated; in every case what was begun is cleaned up.
-    """
-    printable_streams()
+    """Run a script's main with the command line and exit as `guarded` says; SIGTERM cleans up and exits 143."""
+    if sys.getfilesystemencoding() == "ascii":
+        # An ASCII locale (LC_ALL=C) says nothing about files, arguments and terminal: they are UTF-8 all the same.
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a character that it lacks becomes "?"
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        # Arguments are bytes decoded by the locale; read them as the UTF-8 that they are.
-        main([os.fsencode(argument).decode("utf-8", errors="replace") for argument in sys.argv[1:]])
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit says nothing
-        sys.exit(141)
-    sys.exit(0)
+    sys.exit(guarded(main, sys.argv[1:]))

@@ -44,7 +44,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
 
-    # Giving the key on the command line sets aside what a preset says about the others.
+    # A setting that stands instead of others: never both in one place, and on the command line it sets aside what a
+    # preset says about them.
     instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
     # The setting that may be given without its name, in first place.
     positional: ClassVar[str | None] = None
@@ -142,8 +143,6 @@ class TrainSettings(PreparationFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.text and self.data_dir:
-            raise ValueError("text and data_dir are both given: name the text or the prepared folder, not both")
         if self.min_lr > self.learning_rate:
             raise ValueError(f"min_lr = {self.min_lr} is above learning_rate = {self.learning_rate}")
         self.gpt_config(vocab_size=1)
@@ -158,7 +157,7 @@ class TrainSettings(PreparationFields):
 class SampleSettings(Settings):
     """sample.py: a run directory -> completions."""
 
-    instead_of = {"checkpoint": ("out_dir",), "prompt_file": ("prompt",), "prompt": ("prompt_file",)}
+    instead_of = {"checkpoint": ("out_dir",), "prompt_file": ("prompt",)}
 
     out_dir: str = Field("", description="a run directory: its best.pt, else its last.pt (empty: the newest in runs/)")
     checkpoint: str = Field("", description="a checkpoint file, instead of out_dir")
@@ -180,9 +179,6 @@ class SampleSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for one, other in (("prompt", "prompt_file"), ("out_dir", "checkpoint")):
-            if getattr(self, one) and getattr(self, other):
-                raise ValueError(f"{one} and {other} are both given: use one of them")
         if "" in self.stop:
             raise ValueError("stop is empty: expected the text to stop before")
         return self

@@ -7,6 +7,7 @@
 Knows how they are laid out and read; data/preparation.py writes them.
 """
 
+import hashlib
 import io
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ class Metadata(BaseModel):
         tokenizer, tokenizer_sha256: name and identity of the tokenizer.
         requested_vocab_size: the bpe vocabulary that was asked for; the text may have given fewer ids.
         dtype: of the token files.
+        documents: documents in the token stream, each followed by one end-of-text id.
         characters, bytes: of the text, after the newline rule.
         source_sha256: of the documents' names and contents.
         train_sha256, val_sha256: of the token files.
@@ -78,12 +80,13 @@ class TokenFile:
         path: the file.
         dtype: uint16 or uint32.
         vocab_size: every id must be below it.
+        expected_tokens, expected_sha256: what the metadata says of it.
 
     Raises:
-        UserError: the file is missing, cut off, or holds an id that the vocabulary has not.
+        UserError: the file is missing or another one, or holds an id that the vocabulary has not.
     """
 
-    def __init__(self, path: Path, dtype: str, vocab_size: int, expected_tokens: int) -> None:
+    def __init__(self, path: Path, dtype: str, vocab_size: int, expected_tokens: int, expected_sha256: str) -> None:
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
         try:
@@ -96,14 +99,18 @@ class TokenFile:
                 f"{path}: {path.stat().st_size:,} bytes, but meta.json says {expected_tokens:,} tokens of {dtype}; "
                 f"prepare the data again"
             )
-        largest = max(
-            (int(self.read(start, SCAN_TOKENS).max()) for start in range(0, self.length, SCAN_TOKENS)), default=0
-        )
+        largest, digest = -1, hashlib.sha256()
+        for start in range(0, self.length, SCAN_TOKENS):
+            tokens = self.read(start, SCAN_TOKENS)
+            largest = max(largest, int(tokens.max()))
+            digest.update(tokens.data)
         if largest >= vocab_size:
             raise UserError(
                 f"{path}: holds the token id {largest}, but vocab_size is {vocab_size}, so ids end at "
                 f"{vocab_size - 1}; prepare the data again with the tokenizer that belongs to it"
             )
+        if digest.hexdigest() != expected_sha256:
+            raise UserError(f"{path}: is not the file that meta.json belongs to (sha256); prepare the data again")
 
     def __len__(self) -> int:
         return self.length
@@ -148,8 +155,8 @@ class PreparedData:
         if self.tokenizer.sha256() != self.metadata.tokenizer_sha256:
             raise UserError(f"{path}: is not the tokenizer that meta.json belongs to; prepare the data again")
         meta = self.metadata
-        self.train = TokenFile(folder / "train.bin", meta.dtype, meta.vocab_size, meta.train_tokens)
-        self.validation = TokenFile(folder / "val.bin", meta.dtype, meta.vocab_size, meta.val_tokens)
+        self.train = TokenFile(folder / "train.bin", meta.dtype, meta.vocab_size, meta.train_tokens, meta.train_sha256)
+        self.validation = TokenFile(folder / "val.bin", meta.dtype, meta.vocab_size, meta.val_tokens, meta.val_sha256)
 
 
 def read_metadata(folder: Path) -> Metadata:

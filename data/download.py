@@ -2,12 +2,12 @@
 
 import hashlib
 import http.client
-import os
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 from config.errors import UserError
+from data.files import written_whole
 
 
 def download(url: str, path: Path, *, sha256: str, size: int) -> None:
@@ -21,7 +21,7 @@ def download(url: str, path: Path, *, sha256: str, size: int) -> None:
     Raises:
         UserError: no network, a status other than 200, another size or another hash.
     """
-    advice = f"get the file in another way and name it, for example --text={path.name}"
+    advice = "get the file in another way and name its path instead"
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read(size + 1)
@@ -32,9 +32,5 @@ def download(url: str, path: Path, *, sha256: str, size: int) -> None:
     if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
         raise UserError(f"{url}: what arrived is not the expected file of {size:,} bytes; {advice}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path) as file:
+        file.write(content)

@@ -8,9 +8,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,23 @@ from tqdm import tqdm
 
 from config.errors import UserError
 from config.schema import PreparationFields
-from data.dataset import Metadata, read_metadata, to_stored, token_dtype
-from data.sources import Source, is_stream, open_source, read_text
-from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, named_encoding, train_bpe
+from data.dataset import Metadata, PreparedData, to_stored, token_dtype
+from data.sources import Source, open_source, read_text
+from data.tokenizers import (
+    BPE_PATTERN,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    last_safe_cut,
+    named_encoding,
+    train_bpe,
+)
 
 DATA = Path(__file__).parent
 PREPARED, DOWNLOADS = DATA / "prepared", DATA / "downloads"
 
+FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")  # the last makes the folder valid
+STAGING_PREFIX = ".preparing-"
 PIECE_LIMIT = 1 << 26  # characters without a place to cut; more would be encoded in unbounded memory
 PIECES_AT_ONCE = 2 * (os.cpu_count() or 1)
 
@@ -37,30 +48,28 @@ class Totals:
     bytes: int = 0
 
 
-def prepare(source_name: str, options: PreparationFields, out_dir: Path) -> Metadata:
+def prepare(source: Source, options: PreparationFields, out_dir: Path) -> Metadata:
     """Make a prepared folder, or leave nothing behind.
 
     Args:
-        source_name: as `open_source` takes it.
+        source: the text.
         options: tokenizer and split.
         out_dir: the folder; one that prepare wrote earlier is replaced.
 
     Raises:
         UserError: the text, the tokenizer or the split cannot be had, or out_dir holds something else.
     """
-    refuse_foreign_folder(out_dir)
     _check_encoding(options.encoding)
     with _staging_folder(out_dir) as staging:
-        source = open_source(source_name, DOWNLOADS, lambda: staging / "spooled.tmp")
         tokenizer, totals = _tokenizer_for(source, options)
         dtype = token_dtype(tokenizer.vocab_size)
-        tokens = _encode_to_file(source, options, tokenizer, dtype, staging / "train.bin")
+        tokens, documents = _encode_to_file(source, options, tokenizer, dtype, staging / "train.bin")
         val_tokens = _split(staging, tokens, options.val_fraction, np.dtype(dtype).itemsize)
         (staging / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         metadata = Metadata(
             source=source.description,
-            source_sha256=source.sha256(),
-            documents=len(source.documents),
+            source_sha256=source.sha256,
+            documents=documents,
             characters=totals.characters,
             bytes=totals.bytes,
             encoding=options.encoding,
@@ -77,53 +86,44 @@ def prepare(source_name: str, options: PreparationFields, out_dir: Path) -> Meta
             val_sha256=_file_sha256(staging / "val.bin"),
         )
         (staging / "meta.json").write_text(metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        (staging / "spooled.tmp").unlink(missing_ok=True)
-        _put_in_place(staging, out_dir)
+        (out_dir / "meta.json").unlink(missing_ok=True)
+        for name in FILES:
+            (staging / name).replace(out_dir / name)
     return metadata
 
 
-def prepare_if_needed(source_name: str, options: PreparationFields) -> Path:
-    """The folder with exactly this text prepared in exactly this way: an earlier one, or a new one.
+def prepare_if_needed(source_name: str, options: PreparationFields) -> PreparedData:
+    """Exactly this text prepared in exactly this way: as it was earlier, or now.
 
     Raises:
-        UserError: as `prepare`.
+        UserError: as `open_source` and `prepare`.
     """
-    folder = default_folder(source_name, options)
-    if is_stream(source_name) or not _is_prepared_from(folder, source_name, options):
-        prepare(source_name, options, folder)
-    return folder
+    with open_source(source_name, DOWNLOADS) as source:
+        folder = default_folder(source, options)
+        try:
+            return PreparedData(folder)
+        except UserError:  # not there, or damaged
+            prepare(source, options, folder)
+            return PreparedData(folder)
 
 
-def _is_prepared_from(folder: Path, source_name: str, options: PreparationFields) -> bool:
-    if not (folder / "meta.json").is_file():
-        return False
-    try:
-        metadata = read_metadata(folder)
-    except UserError:
-        return False  # an older layout: prepared again
-    source = open_source(source_name, DOWNLOADS, lambda: folder)
-    return metadata.source_sha256 == source.sha256()
+def default_folder(source: Source, options: PreparationFields) -> Path:
+    """Where a preparation goes when nobody says: another one for every text and every way to prepare it."""
+    identity = repr((source.sha256, options.model_dump(include=set(PreparationFields.model_fields))))
+    digest = hashlib.sha256(identity.encode("utf-8")).hexdigest()[:12]
+    return PREPARED / f"{safe_name(source.name)}-{safe_name(options.tokenizer)}-{digest}"
 
 
-def default_folder(source_name: str, options: PreparationFields) -> Path:
-    """Where a preparation goes when nobody says: named after text and tokenizer, distinct for distinct options."""
-    place = str(Path(source_name).resolve()) if Path(source_name).exists() else source_name
-    identity = repr((place, options.model_dump(include=set(PreparationFields.model_fields))))
-    stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(source_name).stem) or "text"
-    digest = hashlib.sha256(identity.encode("utf-8", errors="surrogateescape")).hexdigest()[:8]
-    return PREPARED / f"{stem[:40]}-{options.tokenizer}-{digest}"
-
-
-def refuse_foreign_folder(out_dir: Path) -> None:
-    """Never overwrite what prepare did not write."""
-    if out_dir.exists() and not (out_dir / "meta.json").is_file() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        raise UserError(f"{out_dir}: exists and is not a prepared folder; name another --out_dir")
+def safe_name(text: str) -> str:
+    """A short file name that reminds of a text's or preset's name."""
+    kept = "".join(c if c.isalnum() or c in "-_" else "_" for c in Path(text).stem).strip("_")
+    return kept[:40] or "text"
 
 
 def _check_encoding(encoding: str) -> None:
     try:
         "".encode(encoding)
-    except LookupError:
+    except (LookupError, UnicodeError):
         raise UserError(
             f"encoding = {encoding!r}: expected a text encoding that Python knows, such as utf-8, utf-16 or latin-1"
         ) from None
@@ -131,47 +131,44 @@ def _check_encoding(encoding: str) -> None:
 
 @contextmanager
 def _staging_folder(out_dir: Path) -> Iterator[Path]:
-    """A folder beside the final one, gone when the block ends in whatever way."""
-    try:
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    except OSError as error:
-        raise UserError(f"{out_dir}: cannot be made ({error.strerror}); name another --out_dir") from None
+    """A folder inside the final one, gone when the block ends in whatever way; so is a final one that stayed empty."""
+    if out_dir.is_dir():
+        foreign = [
+            path.name for path in out_dir.iterdir() if path.name not in FILES and STAGING_PREFIX not in path.name
+        ]
+        if foreign:
+            raise UserError(f"{out_dir}: holds {foreign[0]}, so it is not a prepared folder; name another --out_dir")
+    made = not out_dir.exists()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=out_dir))
     try:
         yield staging
     except OSError as error:
+        if error.filename is not None:
+            raise
         raise UserError(f"{out_dir}: cannot be written ({error.strerror}); nothing was kept") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if made and not any(out_dir.iterdir()):
+            out_dir.rmdir()
 
 
-def _put_in_place(staging: Path, out_dir: Path) -> None:
-    staging.chmod(0o755)
-    old = out_dir.with_name(f".{out_dir.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out_dir.exists():
-        out_dir.rename(old)
-    staging.rename(out_dir)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _pieces(source: Source, options: PreparationFields, tokenizer: Tokenizer, progress: str) -> Iterator[list[str]]:
-    """Each document as pieces that can be encoded on their own, a list of pieces a document or part of one.
-
-    An empty list marks the end of a document.
-    """
+def _pieces(
+    source: Source, options: PreparationFields, safe_prefix: Callable[[str], int], progress: str
+) -> Iterator[list[str]]:
+    """Each document as lists of pieces that can be encoded on their own; an empty list ends a document."""
     with tqdm(total=source.size(), desc=progress, unit="B", unit_scale=True, leave=False) as bar:
         for document in source.documents:
             waiting, pieces = "", []
             for text in read_text(document, options.encoding, bar.update):
                 waiting += text
-                cut = tokenizer.safe_prefix(waiting)
+                cut = safe_prefix(waiting)
                 pieces.append(waiting[:cut])
                 waiting = waiting[cut:]
                 if len(waiting) > PIECE_LIMIT:
                     raise UserError(
-                        f"{document.path}: more than {PIECE_LIMIT:,} characters without a space or a line break; "
-                        f"the {tokenizer.name} tokenizer cannot cut them; use --tokenizer=char or byte"
+                        f"{document.path}: more than {PIECE_LIMIT:,} characters without a place where the "
+                        f"{options.tokenizer} tokenizer can cut them; use --tokenizer=char or byte"
                     )
                 if len(pieces) == PIECES_AT_ONCE:
                     yield pieces
@@ -183,10 +180,11 @@ def _pieces(source: Source, options: PreparationFields, tokenizer: Tokenizer, pr
 def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenizer, Totals]:
     """First pass: count the text, and learn the vocabulary from it where it is learned."""
     totals = Totals()
-    cutter = BPETokenizer("bpe", "", [], end_of_text=0, vocab_size=1) if options.tokenizer == "bpe" else ByteTokenizer()
+    learns_bpe = options.tokenizer == "bpe"
+    safe_prefix = (lambda text: last_safe_cut(text, BPE_PATTERN)) if learns_bpe else len
 
     def counted() -> Iterator[str]:
-        for pieces in _pieces(source, options, cutter, "reading"):
+        for pieces in _pieces(source, options, safe_prefix, "reading"):
             for piece in pieces:
                 totals.characters += len(piece)
                 totals.bytes += len(piece.encode("utf-8"))
@@ -198,7 +196,7 @@ def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenize
         for piece in counted():
             characters.update(piece)
         tokenizer = CharTokenizer(characters)
-    elif options.tokenizer == "bpe":
+    elif learns_bpe:
         tokenizer = train_bpe(counted(), options.vocab_size)
     else:
         tokenizer = ByteTokenizer() if options.tokenizer == "byte" else named_encoding(options.tokenizer)
@@ -207,17 +205,22 @@ def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenize
     return tokenizer, totals
 
 
-def _encode_to_file(source: Source, options: PreparationFields, tokenizer: Tokenizer, dtype: str, path: Path) -> int:
-    """Second pass: every document's ids and one end-of-text id, in order. Returns how many."""
+def _encode_to_file(
+    source: Source, options: PreparationFields, tokenizer: Tokenizer, dtype: str, path: Path
+) -> tuple[int, int]:
+    """Second pass: every document's ids and one end-of-text id, in order. Returns the tokens and the documents."""
+    special = options.parse_special
     end_of_text = np.array([tokenizer.end_of_text], dtype=np.uint32)
-    count = 0
+    tokens, documents = 0, 0
     with path.open("wb") as file:
-        for pieces in _pieces(source, options, tokenizer, "encoding"):
-            encoded = tokenizer.encode_batch(pieces, parse_special=options.parse_special) if pieces else [end_of_text]
+        cut = partial(tokenizer.safe_prefix, parse_special=special)
+        for pieces in _pieces(source, options, cut, "encoding"):
+            encoded = tokenizer.encode_batch(pieces, parse_special=special) if pieces else [end_of_text]
             for ids in encoded:
                 file.write(to_stored(ids, dtype).tobytes())
-                count += len(ids)
-    return count
+                tokens += len(ids)
+                documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
+    return tokens, documents
 
 
 def _split(folder: Path, tokens: int, val_fraction: float, itemsize: int) -> int:

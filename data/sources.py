@@ -4,17 +4,20 @@ A source is a list of documents in a stated order (sorted by path). Knows nothin
 """
 
 import codecs
+import contextlib
 import glob
 import hashlib
 import platform
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from config.errors import UserError
+from config.errors import UserError, reason_of
 from data.download import download
 
 PIECE_BYTES = 1 << 20  # text is read in pieces of this size, whatever the size of the file
@@ -45,74 +48,63 @@ class Source:
         """Bytes in all documents."""
         return sum(document.path.stat().st_size for document in self.documents)
 
+    @cached_property
     def sha256(self) -> str:
-        """A hash of names, sizes and contents: equal if and only if the source is the same."""
+        """A hash of the documents' names and contents; a lone document may be renamed."""
         digest = hashlib.sha256()
         for document in self.documents:
             with document.path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
-            name = document.name if len(self.documents) > 1 else ""  # a lone file may be renamed
+            name = document.name if len(self.documents) > 1 else ""
             digest.update(f"{name}\0{content}\n".encode("utf-8", errors="surrogateescape"))
         return digest.hexdigest()
 
 
-def open_source(name: str, downloads: Path, spool: Callable[[], Path]) -> Source:
-    """The documents that a name stands for.
+@contextlib.contextmanager
+def open_source(name: str, downloads: Path) -> Iterator[Source]:
+    """The documents that a name stands for; standard input and pipes are kept in a file while the block runs.
 
     Args:
         name: a path, a glob, "-" for standard input, "stdlib" or "shakespeare". A file or folder of that
             name goes before the built-in text.
         downloads: where a downloaded text is kept.
-        spool: gives a new file to copy standard input to, as it can be read only once.
 
     Raises:
         UserError: nothing is there, or nothing is in it.
     """
     path = Path(name)
-    if is_stream(name):
-        source = _spooled(name, spool())
-    elif path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
-        source = _source_of(name, f"folder {name}", path, files)
-    elif path.exists():
-        source = Source(name, f"file {name}", [Document(path.name, path)])
-    elif name in BUILT_IN:
-        source = BUILT_IN[name](downloads)
-    elif glob.has_magic(name):
-        files = [Path(file) for file in glob.iglob(name, recursive=True) if Path(file).is_file()]  # noqa: PTH207 - absolute too
-        source = _source_of(name, f"files {name}", Path(), files)
-    else:
-        raise UserError(
-            f"{name}: no such file or folder; expected text to read, - for standard input, or {' or '.join(BUILT_IN)}"
-        )
-    _refuse_empty(source)
-    return source
-
-
-def is_stream(name: str) -> bool:
-    """Whether a source can be read only once: standard input, or a pipe like <(command)."""
-    path = Path(name)
-    return name == "-" or (path.exists() and not path.is_file() and not path.is_dir())
-
-
-def _refuse_empty(source: Source) -> None:
-    if not source.documents:
-        raise UserError(f"{source.name}: there are no files in it; expected at least one text")
-    try:
-        empty = source.size() == 0
-    except OSError as error:
-        raise UserError(f"{source.name}: cannot be read: {error.strerror}") from None
-    if empty:
-        raise UserError(f"{source.name}: is empty; expected some text")
+    with tempfile.TemporaryDirectory() as spool:
+        if name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):  # a pipe, like <(command)
+            source = _spooled(name, Path(spool) / "stdin")
+        elif path.is_dir():
+            inside = [(file.relative_to(path), file) for file in path.rglob("*") if file.is_file()]
+            source = _source_of(name, f"folder {name}", [(rel, file) for rel, file in inside if not _hidden(rel)])
+        elif path.exists():
+            source = _source_of(name, f"file {name}", [(Path(path.name), path)])
+        elif name == "stdlib":
+            source = _stdlib()
+        elif name == "shakespeare":
+            source = _shakespeare(downloads)
+        elif glob.has_magic(name):
+            found = [Path(file) for file in glob.iglob(name, recursive=True)]  # noqa: PTH207 - absolute ones too
+            source = _source_of(name, f"files {name}", [(file, file) for file in found if file.is_file()])
+        else:
+            raise UserError(f"{name}: no such file or folder; expected text to read, -, stdlib or shakespeare")
+        if not source.documents:
+            raise UserError(f"{source.name}: there are no files in it; expected at least one text")
+        if source.size() == 0:
+            raise UserError(f"{source.name}: is empty; expected some text")
+        yield source
 
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def _source_of(name: str, description: str, root: Path, files: list[Path]) -> Source:
-    documents = sorted((file.relative_to(root).as_posix(), file) for file in files)
-    return Source(name, description, [Document(relative, file) for relative, file in documents])
+def _source_of(name: str, description: str, files: list[tuple[Path, Path]]) -> Source:
+    """Documents sorted by the name that each goes by."""
+    documents = sorted((known_as.as_posix(), file) for known_as, file in files)
+    return Source(name, description, [Document(known_as, file) for known_as, file in documents])
 
 
 def _spooled(name: str, copy: Path) -> Source:
@@ -122,17 +114,18 @@ def _spooled(name: str, copy: Path) -> Source:
         else:
             with Path(name).open("rb") as pipe:
                 shutil.copyfileobj(pipe, target)
-    description = "standard input" if name == "-" else f"pipe {name}"
-    return Source(description, description, [Document("stdin", copy)])
+    shown = "standard input" if name == "-" else name
+    return Source(shown, shown, [Document("stdin", copy)])
 
 
-def _stdlib(downloads: Path) -> Source:
+def _stdlib() -> Source:
     """The Python standard library's own source on this machine, tests and tables left out."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in root.rglob("*.py") if not STDLIB_LEFT_OUT.intersection(file.relative_to(root).parts)]
+    named = [(file.relative_to(root), file) for file in root.rglob("*.py")]
+    files = [(name, file) for name, file in named if not STDLIB_LEFT_OUT.intersection(name.parts)]
     if not files:
         raise UserError(f"stdlib: this Python has no source files in {root}; name a text of your own instead")
-    return _source_of("stdlib", f"the standard library of Python {platform.python_version()}", root, files)
+    return _source_of("stdlib", f"the standard library of Python {platform.python_version()}", files)
 
 
 def _shakespeare(downloads: Path) -> Source:
@@ -140,10 +133,7 @@ def _shakespeare(downloads: Path) -> Source:
     path = downloads / "tinyshakespeare.txt"
     if not path.exists():
         download(SHAKESPEARE_URL, path, sha256=SHAKESPEARE_SHA256, size=SHAKESPEARE_BYTES)
-    return Source("shakespeare", "Tiny Shakespeare", [Document(path.name, path)])
-
-
-BUILT_IN = {"stdlib": _stdlib, "shakespeare": _shakespeare}
+    return _source_of("shakespeare", "Tiny Shakespeare", [(Path(path.name), path)])
 
 
 def read_text(
@@ -155,10 +145,11 @@ def read_text(
     CR, composed and decomposed characters). `same_newlines` applies the same rule to a prompt.
 
     Raises:
-        UserError: the file is not in that encoding (with the place), or cannot be read.
+        UserError: the file is not in that encoding (with the place).
+        OSError: it cannot be read.
     """
     decoder = codecs.getincrementaldecoder(encoding)(errors="strict")
-    position, carried, at_start = 0, "", True
+    position, pending, carried, at_start = 0, 0, "", True
     try:
         with document.path.open("rb") as file:
             while data := file.read(PIECE_BYTES):
@@ -171,16 +162,16 @@ def read_text(
                 # A CR at the end may be half of a CRLF.
                 carried = "\r" if text.endswith("\r") else ""
                 yield same_newlines(text[: len(text) - len(carried)])
-        pending, data = len(decoder.getstate()[0]), b""
-        decoder.decode(b"", final=True)
-        yield carried
-    except UnicodeDecodeError as error:
+            pending = len(decoder.getstate()[0])
+            decoder.decode(b"", final=True)
+            yield carried
+    except UnicodeError as error:  # some codecs give no place
+        place = f"byte {position - pending + error.start}: " if isinstance(error, UnicodeDecodeError) else ""
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else reason_of(error)
         raise UserError(
-            f"{document.path}: not {encoding} text (byte {position - pending + error.start}: {error.reason}); "
+            f"{document.path}: not {encoding} text ({place}{reason}); "
             f"name its encoding, for example --encoding=latin-1, or leave the file out"
         ) from None
-    except OSError as error:
-        raise UserError(f"{document.path}: cannot be read: {error.strerror}") from None
 
 
 def same_newlines(text: str) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,29 @@ TokenIds = npt.NDArray[np.uint32]
 # GPT-2's pattern (Radford et al. 2019) with numbers cut into threes, and with a bound on white space, whose
 # unbounded form overflows the stack of the regex engine on about a million blanks in a row.
 BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|\s{1,256}(?!\S)|\s"
-# Places where every pattern of this family has a token border, whatever comes before or after: between a
-# visible character and a blank, and between a letter or digit and a line break.
-SAFE_CUT = re.compile(r"\S(?= )|[^\W_](?=\n)")
+# Places where a pattern of this family has a token border, whatever comes before or after: between a visible
+# character and a blank or a line break; where the pattern joins punctuation to line breaks (OpenAI's later ones),
+# between a letter or digit and a line break.
+SAFE_CUT = re.compile(r"\S(?=[ \n])")
+SAFE_CUT_JOINED_LINES = re.compile(r"\S(?= )|[^\W_](?=\n)")
+
+
+def length_of_begun(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of a text with which one of the markers begins, perhaps to go on later."""
+    for start in range(max(0, len(text) - max(map(len, markers), default=0)), len(text)):
+        if any(marker.startswith(text[start:]) for marker in markers):
+            return len(text) - start
+    return 0
+
+
+def last_safe_cut(text: str, pattern: str) -> int:
+    """How many leading characters a BPE with this pattern can encode on their own; 0 when there is no place to cut."""
+    cut = SAFE_CUT_JOINED_LINES if r"[\r\n" in pattern else SAFE_CUT
+    for window in (4096, len(text)):  # nearly always the first finds one
+        ends = [match.end() for match in cut.finditer(text, max(0, len(text) - window))]
+        if ends:
+            return ends[-1]
+    return 0
 
 
 class Tokenizer(ABC):
@@ -62,9 +82,9 @@ class Tokenizer(ABC):
     def _content(self) -> dict[str, Any]:
         """What JSON must hold to make this tokenizer again."""
 
-    def safe_prefix(self, text: str) -> int:
+    def safe_prefix(self, text: str, *, parse_special: bool = False) -> int:
         """How many leading characters can be encoded on their own without changing the ids of the whole."""
-        return len(text)
+        return len(text) - (length_of_begun(text, [END_OF_TEXT]) if parse_special else 0)
 
     def encode_batch(self, texts: list[str], *, parse_special: bool = False) -> list[TokenIds]:
         """Ids of each text; `parse_special` reads END_OF_TEXT as the end-of-text id, else it is plain text.
@@ -163,15 +183,18 @@ class BPETokenizer(Tokenizer):
     Args:
         name: "bpe", or that of a tiktoken encoding.
         pattern: the regular expression that cuts text before merging.
-        ranks: the bytes of each mergeable token, in the order of its id.
-        end_of_text: the id between documents, not among the ranks.
-        vocab_size: number of ids; those beyond ranks and end_of_text are never produced.
+        ranks: the bytes of each mergeable token, by its id; empty at ids that no text has.
+        end_of_text: the id between documents, one of those.
+
+    Raises:
+        ValueError: end_of_text is the id of a text.
     """
 
-    def __init__(self, name: str, pattern: str, ranks: list[bytes], end_of_text: int, vocab_size: int) -> None:
+    def __init__(self, name: str, pattern: str, ranks: list[bytes], end_of_text: int) -> None:
+        if not 0 <= end_of_text < len(ranks) or ranks[end_of_text]:
+            raise ValueError(f"end_of_text = {end_of_text} is not an id without text among {len(ranks)} ids")
         self.name, self.pattern, self.ranks, self.end_of_text = name, pattern, ranks, end_of_text
-        self.token_bytes = ranks + [b""] * (vocab_size - len(ranks))
-        self.token_bytes[end_of_text] = END_OF_TEXT.encode()
+        self.token_bytes = [*ranks[:end_of_text], END_OF_TEXT.encode(), *ranks[end_of_text + 1 :]]
 
     @cached_property
     def _encoding(self) -> "tiktoken.Encoding":
@@ -180,7 +203,7 @@ class BPETokenizer(Tokenizer):
         return tiktoken.Encoding(
             self.name,
             pat_str=self.pattern,
-            mergeable_ranks={token: rank for rank, token in enumerate(self.ranks)},
+            mergeable_ranks={token: rank for rank, token in enumerate(self.ranks) if token},
             special_tokens={END_OF_TEXT: self.end_of_text},
         )
 
@@ -199,24 +222,20 @@ class BPETokenizer(Tokenizer):
             ) from None
         return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
-    def safe_prefix(self, text: str) -> int:
-        for window in (4096, len(text)):  # nearly always the first finds one
-            cuts = [match.end() for match in SAFE_CUT.finditer(text, max(0, len(text) - window))]
-            if cuts:
-                return cuts[-1]
-        return 0
+    def safe_prefix(self, text: str, *, parse_special: bool = False) -> int:
+        # The end-of-text marker holds no blank and no line break, so no cut falls into it.
+        return last_safe_cut(text, self.pattern)
 
     def _content(self) -> dict[str, Any]:
         return {
             "pattern": self.pattern,
             "end_of_text": self.end_of_text,
-            "vocab_size": self.vocab_size,
             "ranks": [base64.b64encode(token).decode("ascii") for token in self.ranks],
         }
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Learn merges from text, in pieces that `BPETokenizer.safe_prefix` allows.
+    """Learn merges from text, in pieces that `last_safe_cut` allows.
 
     Args:
         texts: the pieces.
@@ -233,7 +252,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, pattern=BPE_PATTERN)
     by_rank = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
     ranks = [token for _, token in by_rank]
-    return BPETokenizer("bpe", BPE_PATTERN, ranks, end_of_text=len(ranks), vocab_size=len(ranks) + 1)
+    return BPETokenizer("bpe", BPE_PATTERN, [*ranks, b""], end_of_text=len(ranks))
 
 
 def named_encoding(name: str) -> BPETokenizer:
@@ -254,8 +273,10 @@ def named_encoding(name: str) -> BPETokenizer:
             f"tokenizer {name}: its vocabulary is neither in tiktoken's cache nor to be downloaded now; set "
             f"TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer=bpe, byte or char, which need no network"
         ) from None
-    ranks = [token for _, token in sorted((rank, token) for token, rank in encoding._mergeable_ranks.items())]
-    return BPETokenizer(name, encoding._pat_str, ranks, encoding.eot_token, encoding.n_vocab)
+    ranks = [b""] * encoding.n_vocab  # some encodings leave ids out
+    for token, rank in encoding._mergeable_ranks.items():
+        ranks[rank] = token
+    return BPETokenizer(name, encoding._pat_str, ranks, encoding.eot_token)
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -271,9 +292,6 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if content["name"] == "byte":
             return ByteTokenizer()
         ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
-        end_of_text, vocab_size = int(content["end_of_text"]), int(content["vocab_size"])
-        if not len(ranks) <= end_of_text < vocab_size <= 2 * len(ranks) + 1024:
-            raise ValueError("its numbers of ids do not fit together")
-        return BPETokenizer(str(content["name"]), str(content["pattern"]), ranks, end_of_text, vocab_size)
+        return BPETokenizer(str(content["name"]), str(content["pattern"]), ranks, int(content["end_of_text"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None

@@ -4,15 +4,14 @@ Loading runs no code from the file (`weights_only`), and tensors are mapped, so 
 does not pay for the optimizer state beside them.
 """
 
-import os
-import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, reason_of
+from data.files import written_whole
 from data.tokenizers import Tokenizer, tokenizer_from_json
 from model import GPT, GPTConfig
 
@@ -31,35 +30,13 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     Raises:
         UserError: the disk is full or the folder cannot be written; the earlier file is intact.
     """
-    temporary = None
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
+        with written_whole(path) as file:
             torch.save({"format_version": FORMAT_VERSION, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-        temporary = None
-        _sync_folder(path.parent)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # a failing write reaches us as either
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); an earlier checkpoint there is intact"
+            f"{path}: cannot be written ({reason_of(error)}); an earlier checkpoint there is intact"
         ) from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power failure, where folders can be synced (not on Windows)."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def model_content(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from config.errors import UserError
+from config.errors import UserError, reason_of
 from model import GPT
 
 # Processor features that multiply bfloat16 natively; without one, bfloat16 is emulated and slower than float32.
@@ -51,11 +51,11 @@ def choose_dtype(requested: str, device: torch.device, *, training: bool) -> tup
     if requested != "auto":
         if requested == "float16" and training and device.type != "cuda":
             raise UserError(f"dtype = float16: needs a loss scaler, so a CUDA device, not {device}; use bfloat16")
-        if requested == "bfloat16" and device.type == "cuda" and not _cuda_bfloat16():
+        if requested == "bfloat16" and device.type == "cuda" and not _cuda_has_bfloat16(device):
             raise UserError(f"dtype = bfloat16: {torch.cuda.get_device_name(device)} lacks it; use float16 or float32")
         return getattr(torch, requested), "as asked"
     if device.type == "cuda":
-        if _cuda_bfloat16():
+        if _cuda_has_bfloat16(device):
             return torch.bfloat16, "auto: this GPU has it"
         return torch.float16, "auto: this GPU lacks bfloat16"
     if device.type == "cpu" and training and any(torch.cpu.get_capabilities().get(name) for name in CPU_BFLOAT16):
@@ -63,8 +63,8 @@ def choose_dtype(requested: str, device: torch.device, *, training: bool) -> tup
     return torch.float32, "auto: the safe choice on this device"
 
 
-def _cuda_bfloat16() -> bool:
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+def _cuda_has_bfloat16(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)  # from Ampere on; older ones emulate it
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
@@ -92,8 +92,7 @@ def compiled_or_eager(model: GPT, inputs: torch.Tensor, targets: torch.Tensor, d
             _, loss = compiled(inputs, targets)
         loss.backward()
     except Exception as error:  # whatever the compiler throws, eager execution works
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        print(f"compile: does not work here ({reason[:200]}); going on without", file=sys.stderr)
+        print(f"compile: does not work here ({reason_of(error)}); going on without", file=sys.stderr)
         return model
     finally:
         model.zero_grad(set_to_none=True)

@@ -108,7 +108,7 @@ def choose_tokens(
         return logits.argmax(dim=-1)
     # On the CPU in float64: the same logits give the same draw on every device, and the vocabulary is small.
     # Subtracting the largest first keeps a tiny temperature from overflowing.
-    scaled = logits.double().cpu()
+    scaled = logits.cpu().double()
     scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / temperature  # (B, V), 0 at the likeliest
     if 0 < top_k < scaled.shape[-1]:
         values, indices = scaled.topk(top_k, dim=-1)

@@ -45,7 +45,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Five Newton-Schulz iterations in bfloat16 push every singular value to between about 0.7 and 1.2.
 
     Args:
-        matrices: (N, rows, columns).
+        matrices: (N, rows, columns), rows <= columns.
 
     Returns:
         Same shape, bfloat16.
@@ -53,14 +53,12 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.bfloat16()
-    x = x.mT if tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.mT  # (N, r, r) with r the shorter side
+        gram = x @ x.mT  # (N, rows, rows)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x
 
 
 class Muon(torch.optim.Optimizer):
@@ -115,7 +113,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizer:
-    """All the optimizers of one model, stepped together.
+    """All the optimizers of one model as one: a loss scaler then takes or skips an update as a whole.
 
     Args:
         parts: over disjoint parameters.
@@ -124,37 +122,41 @@ class Optimizer:
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts."""
+        return [group for part in self.parts for group in part.param_groups]
+
     def set_learning_rate(self, learning_rate: float) -> None:
         """The rate of the next update."""
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = learning_rate
+        for group in self.param_groups:
+            group["lr"] = learning_rate
 
-    def step(self, scaler: torch.amp.GradScaler) -> None:
-        """Update the weights and forget the gradients."""
+    def step(self) -> None:
+        """Update the weights."""
         for part in self.parts:
-            scaler.step(part)
-        scaler.update()
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
-
-    def unscale(self, scaler: torch.amp.GradScaler) -> None:
-        """Turn scaled gradients back, so that they can be clipped."""
-        for part in self.parts:
-            scaler.unscale_(part)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Each part's state."""
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[Mapping[str, Any]]) -> None:
-        """Take back what `state_dict` gave.
+        """Take back the state that `state_dict` gave; decay, betas and rate stay as they are set now.
 
         Raises:
             ValueError: the states belong to other parameters.
         """
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(dict(state))
+        for group, values in zip(self.param_groups, settings, strict=True):
+            group.update(values)
 
 
 def make_optimizer(model: GPT, settings: TrainSettings) -> Optimizer:

@@ -7,85 +7,108 @@ best.pt          the weights with the best validation loss, to sample
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from config.command_line import checked, to_toml
+from config.command_line import Given, checked, overlaid, plain_values, to_toml
 from config.errors import UserError
-from config.schema import TrainSettings
-from data.dataset import PreparedData, read_metadata
-from data.preparation import prepare_if_needed
+from config.schema import PreparationFields, TrainSettings
+from data.dataset import PreparedData
+from data.files import written_whole
+from data.preparation import prepare_if_needed, safe_name
 from engine.checkpoint import load_checkpoint, model_content, save_checkpoint
 from engine.evaluation import Evaluation
 from engine.optimizer import Optimizer
 from model import GPT
 
-# What the saved weights and optimizer state are made for; the rest may change when a run goes on.
+# What the saved weights, optimizer state and tokens are made for; the rest may change when a run goes on.
 FIXED = (
     "block_size", "n_layer", "n_head", "n_embd", "bias", "norm_placement", "position", "tied_head",
-    "vocab_padding_multiple", "optimizer",
+    "vocab_padding_multiple", "optimizer", *PreparationFields.model_fields,
 )  # fmt: skip
 
 
-def place_of_run(given: dict[str, Any], preset: str | None) -> tuple[Path, bool]:
-    """The run directory, as said or named after the preset, text or data; and whether the run goes on there.
+def place_of_run(given: Given) -> tuple[Path, bool]:
+    """The run directory and whether the run goes on there.
+
+    The directory is as said, else in runs/ and named after the text or data on the command line, the preset,
+    or the text.
 
     Raises:
         UserError: one of these settings is wrong; the others may only be right beside those of the saved run.
     """
     names = {"out_dir", "resume", "text", "data_dir"}
-    settings = checked(TrainSettings, {name: value for name, value in given.items() if name in names})
-    name = Path(preset or settings.text or settings.data_dir or "stdlib").stem or "run"
+    values = overlaid(TrainSettings, given.preset, given.command_line)
+    settings = checked(TrainSettings, {name: value for name, value in values.items() if name in names})
+    own = given.command_line.get("text") or given.command_line.get("data_dir")
+    name = safe_name(own or given.preset_name or settings.text or settings.data_dir or "stdlib")
     return Path(settings.out_dir or Path("runs") / name), settings.resume
 
 
-def settings_to_resume(saved: dict[str, Any], given: dict[str, Any], path: Path) -> TrainSettings:
-    """The settings of a saved run, with the changes that the user gives now.
+def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
+    """The checkpoint to go on from, or None for a new run.
 
     Raises:
-        UserError: a change that the weights cannot follow, with both values.
+        UserError: there is a run where a new one should start, or none where one should go on.
     """
-    changed = checked(TrainSettings, {**saved, **given})
+    path = out_dir / "last.pt"
+    if not resume:
+        if path.exists():
+            raise UserError(f"{out_dir}: already holds a run; add --resume to go on with it, or name another --out_dir")
+        return None
+    checkpoint = load_checkpoint(path, lazily=False)
+    if "optimizer" not in checkpoint or not isinstance(checkpoint.get("settings"), dict):
+        raise UserError(
+            f"{path}: has no optimizer state, so it can be sampled from but not gone on with; use a last.pt"
+        )
+    return checkpoint
+
+
+def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> TrainSettings:
+    """The settings of a saved run, with the changes that the command line makes now; a preset changes nothing.
+
+    Raises:
+        UserError: a change that the weights or tokens cannot follow, with both values.
+    """
+    settings = checked(TrainSettings, overlaid(TrainSettings, saved, given.command_line))
     for name in FIXED:
-        if getattr(changed, name) != saved[name]:
+        if name in saved and getattr(settings, name) != saved[name]:
             raise UserError(
-                f"{name} = {getattr(changed, name)}: the run in {path} was made with {name} = {saved[name]}, and its "
-                f"weights fit nothing else; leave --{name} out, or start a new run with another --out_dir"
+                f"{name} = {getattr(settings, name)}: the run in {out_dir} was made with {name} = {saved[name]}; "
+                f"leave --{name} out, or start a new run with another --out_dir"
             )
-    return changed
+    return settings
 
 
-def open_data(settings: TrainSettings, saved: dict[str, Any] | None) -> PreparedData:
+def open_data(settings: TrainSettings, checkpoint: dict[str, Any] | None) -> PreparedData:
     """The tokens to train on, prepared now if they must be; on resuming, those that the run began with.
 
     Args:
         settings: of the run.
-        saved: the checkpoint's record of its data, when resuming.
+        checkpoint: when resuming.
 
     Raises:
         UserError: the data cannot be had, or differs from that of the saved run.
     """
-    if saved is not None and (settings.text, settings.data_dir) == (saved["text"], saved["data_dir"]):
-        folder = Path(saved["folder"])  # still right when the text has been edited since
-        if _holds(folder, saved):
-            return PreparedData(folder)
+    if checkpoint is not None:
+        began_with = checkpoint["settings"]
+        if (settings.text, settings.data_dir) == (began_with.get("text", ""), began_with.get("data_dir", "")):
+            try:  # still right when the text has been edited since
+                data = PreparedData(Path(checkpoint["data"]["folder"]))
+                refuse_other_data(data, checkpoint["data"])
+                return data
+            except UserError:
+                pass  # gone or replaced; the text may still give the same tokens
     if settings.data_dir:
         data = PreparedData(Path(settings.data_dir))
     else:
-        data = PreparedData(prepare_if_needed(settings.text or "stdlib", settings))
-    if saved is not None:
-        refuse_other_data(data, saved)
+        data = prepare_if_needed(settings.text or "stdlib", settings)
+    if checkpoint is not None:
+        refuse_other_data(data, checkpoint["data"])
     return data
-
-
-def _holds(folder: Path, saved: dict[str, Any]) -> bool:
-    try:
-        return read_metadata(folder).train_sha256 == saved["train_sha256"]
-    except UserError:
-        return False
 
 
 def refuse_other_data(data: PreparedData, saved: dict[str, Any]) -> None:
@@ -146,90 +169,86 @@ class Run:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.progress = Progress()
         self.wandb_id: str | None = None
-        try:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            (out_dir / "settings.toml").write_text(to_toml(settings), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{out_dir}: cannot be written ({error.strerror}); name another --out_dir") from None
 
     @property
     def patience_is_over(self) -> bool:
         """Whether validation has not improved for as long as the settings allow."""
         return 0 < self.settings.patience <= self.progress.evaluations_without_better
 
-    def save(self) -> None:
-        """Write last.pt."""
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is no update left to do."""
+        return self.progress.step >= self.settings.max_iters or self.patience_is_over
+
+    def write_settings(self) -> None:
+        """Make the directory and write settings.toml.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self.out_dir.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.out_dir / "settings.toml") as file:
+                file.write(to_toml(self.settings).encode("utf-8"))
+        except OSError as error:
+            raise UserError(f"{self.out_dir}: cannot be written ({error.strerror}); name another --out_dir") from None
+
+    def save(self, evaluation: Evaluation | None = None) -> None:
+        """Write last.pt, and best.pt when the evaluation is the best so far.
+
+        Raises:
+            UserError: the weights are not finite (an earlier checkpoint stays), or the disk does not take them.
+        """
+        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.model.parameters()):
+            raise self.divergence("a weight is not finite")
+        progress = self.progress
+        if evaluation is not None and evaluation.loss < progress.best_loss:
+            progress.best_loss, progress.evaluations_without_better = evaluation.loss, 0
+            save_checkpoint(self.out_dir / "best.pt", self._content())
+        elif evaluation is not None:
+            progress.evaluations_without_better += 1
         save_checkpoint(self.out_dir / "last.pt", self._content() | self._state())
 
-    def save_after(self, evaluation: Evaluation | None) -> None:
-        """Write last.pt, and best.pt when the evaluation (None: no validation) is the best so far."""
-        if evaluation is not None:
-            if evaluation.loss < self.progress.best_loss:
-                self.progress.best_loss = evaluation.loss
-                self.progress.evaluations_without_better = 0
-                save_checkpoint(self.out_dir / "best.pt", self._content())
-            else:
-                self.progress.evaluations_without_better += 1
-        self.save()
+    def divergence(self, what: str) -> UserError:
+        """The error to raise when a number is NaN or infinite."""
+        last = self.out_dir / "last.pt"
+        saved = f"{last} holds an earlier, finite state" if last.exists() else "nothing was saved yet"
+        return UserError(
+            f"step {self.progress.step:,}: {what}, the training has diverged; {saved}; "
+            f"try a lower --learning_rate, a longer --warmup_iters or --dtype=float32"
+        )
 
     def _content(self) -> dict[str, Any]:
         return {
             **model_content(self.model, self.data.tokenizer),
             "step": self.progress.step,
             "best_loss": self.progress.best_loss,
-            "settings": self.settings.model_dump(),
-            "data": {
-                **self.data.metadata.model_dump(),
-                "folder": str(self.data.folder.resolve()),
-                "text": self.settings.text,
-                "data_dir": self.settings.data_dir,
-            },
+            "settings": plain_values(self.settings),
+            "data": {**self.data.metadata.model_dump(), "folder": str(self.data.folder.resolve())},
         }
 
     def _state(self) -> dict[str, Any]:
-        cuda = self.model.device.type == "cuda"
+        """What going on needs besides; no random state, as every draw is a function of seed and step."""
         return {
-            "progress": asdict(self.progress),
+            "evaluations_without_better": self.progress.evaluations_without_better,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "random_state": {
-                "cpu": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-            },
             "wandb_id": self.wandb_id,
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Take back optimizer, progress and random state; the model has its weights already.
+        """Take back optimizer and progress; the model has its weights already.
 
         Raises:
             UserError: the state is not one of this run's.
         """
         try:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
-            self.scaler.load_state_dict(checkpoint["scaler"])
-            self.progress = Progress(**checkpoint["progress"])
+            if checkpoint["scaler"] and self.scaler.is_enabled():
+                self.scaler.load_state_dict(checkpoint["scaler"])
+            self.progress = Progress(
+                checkpoint["step"], checkpoint["best_loss"], checkpoint["evaluations_without_better"]
+            )
             self.wandb_id = checkpoint["wandb_id"]
-            torch.set_rng_state(checkpoint["random_state"]["cpu"])
-            if self.model.device.type == "cuda" and checkpoint["random_state"]["cuda"]:
-                torch.cuda.set_rng_state_all(checkpoint["random_state"]["cuda"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None
-
-
-def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
-    """The checkpoint to go on from, or None for a new run.
-
-    Raises:
-        UserError: there is a run where a new one should start, or none where one should go on.
-    """
-    path = out_dir / "last.pt"
-    if not resume:
-        if path.exists():
-            raise UserError(f"{out_dir}: already holds a run; add --resume to go on with it, or name another --out_dir")
-        return None
-    checkpoint = load_checkpoint(path, lazily=False)
-    missing = [name for name in ("settings", "progress", "optimizer", "random_state") if name not in checkpoint]
-    if missing:
-        raise UserError(f"{path}: has no {missing[0]}, so it can be sampled from but not gone on with; use a last.pt")
-    return checkpoint

@@ -6,7 +6,7 @@ Never half a character, never the beginning of a stop string, never what comes a
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
-from data.tokenizers import Tokenizer
+from data.tokenizers import Tokenizer, length_of_begun
 
 
 def stream_text(
@@ -35,7 +35,7 @@ def stream_text(
             return
         if ended:
             break
-        safe = len(held) - _held_back(held, stop)
+        safe = len(held) - length_of_begun(held, stop)
         if safe:
             yield held[:safe]
             held = held[safe:]
@@ -48,11 +48,3 @@ def stream_text(
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:
     places = [place for place in (text.find(marker) for marker in stop) if place >= 0]
     return min(places, default=None)
-
-
-def _held_back(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of the text that a stop string begins with."""
-    for start in range(max(0, len(text) - max(map(len, stop), default=0)), len(text)):
-        if any(marker.startswith(text[start:]) for marker in stop):
-            return len(text) - start
-    return 0

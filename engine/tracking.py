@@ -3,17 +3,18 @@
 Knows nothing of models; it is given numbers.
 """
 
+import contextlib
 import json
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tqdm import tqdm
 
-from config.errors import UserError
+from config.errors import UserError, reason_of
 from config.schema import TrainSettings
+from data.files import written_whole
 
 WANDB_INIT_SECONDS = 20  # an online run without a network gives up after this
 
@@ -29,9 +30,8 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
         kept = [line for line in self._lines() if line["step"] <= last_step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(path)
+        with written_whole(path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
         self.file = path.open("a", encoding="utf-8")
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -113,12 +113,16 @@ class Tracker:
         self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s")
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        self.bar.write(line)
+        """Print a line above the bar; a reader that went away does not stop the training."""
+        with contextlib.suppress(BrokenPipeError):
+            self.bar.write(line)
 
 
 def _start_wandb(out_dir: Path, settings: TrainSettings, wandb_id: str | None) -> Any:
-    wandb = _import_wandb()
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb: the package is not installed; pip install wandb, or use --wandb=disabled") from None
     try:
         return wandb.init(
             project=settings.wandb_project,
@@ -131,13 +135,5 @@ def _start_wandb(out_dir: Path, settings: TrainSettings, wandb_id: str | None) -
             settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS),
         )
     except Exception as error:  # wandb's own errors, and those of the network under it
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = reason_of(error)
         raise UserError(f"wandb = {settings.wandb}: cannot start ({reason}); use --wandb=offline or disabled") from None
-
-
-def _import_wandb() -> ModuleType:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb: the package is not installed; pip install wandb, or use --wandb=disabled") from None
-    return wandb

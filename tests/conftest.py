@@ -15,7 +15,7 @@ import torch
 import prepare
 import sample
 import train
-from config.errors import UserError
+from config.errors import guarded
 
 REPOSITORY = Path(__file__).parent.parent
 TINY = (
@@ -52,19 +52,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory, with preparations kept in it too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("data.preparation.PREPARED", tmp_path / "prepared")
-    monkeypatch.setattr("data.preparation.DOWNLOADS", tmp_path / "downloads")
+    for module in ("data.preparation", "prepare"):
+        monkeypatch.setattr(f"{module}.DOWNLOADS", tmp_path / "downloads")
     return tmp_path
 
 
 def call(main: Callable[[list[str]], None], *argv: str) -> Outcome:
-    """Run a script's main in this process; a UserError becomes exit status 2 as in config.errors."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
+    """Run a script's main in this process, guarded as `run_command` guards it."""
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            main(list(argv))
-        except UserError as error:
-            status = 2
-            print(error, file=err)
+            status = guarded(main, list(argv))
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 0
     return Outcome(status, out.getvalue(), err.getvalue())

@@ -1,6 +1,7 @@
 """The whole job as a user does it: command lines, from another working directory, with a text of one's own."""
 
 import json
+import shutil
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, TEXT, TINY, script
@@ -44,22 +45,24 @@ def test_prepare_train_resume_sample_from_another_directory(tmp_path: Path) -> N
 
 
 def test_one_command_trains_on_a_text_of_ones_own(tmp_path: Path) -> None:
+    before = set((REPOSITORY / "data/prepared").glob("poems-*"))
+    try:
+        train_and_sample(tmp_path)
+    finally:
+        for folder in set((REPOSITORY / "data/prepared").glob("poems-*")) - before:
+            shutil.rmtree(folder)
+
+
+def train_and_sample(tmp_path: Path) -> None:
     (tmp_path / "poems").mkdir()
     for i in range(5):
         (tmp_path / "poems" / f"{i}.txt").write_text(TEXT, encoding="utf-8")
-    arguments = ("--text=poems", "--tokenizer=char", "--max_iters=60", "--learning_rate=0.01", *SHAPE)
-    folders = (
-        set((REPOSITORY / "data/prepared").glob("poems-char-*")) if (REPOSITORY / "data/prepared").exists() else set()
-    )
+    arguments = ("quick", "--text=poems", "--tokenizer=char", "--max_iters=60", "--learning_rate=0.01", *SHAPE)
     outcome = script("train.py", *arguments, cwd=tmp_path)
     assert outcome.status == 0, outcome.stderr
     assert (tmp_path / "runs/poems/last.pt").exists() and (tmp_path / "runs/poems/settings.toml").exists()
     sampled = script("sample.py", "--prompt=Line", "--max_new_tokens=20", cwd=tmp_path)
     assert sampled.status == 0 and len(sampled.stdout) > 10, sampled.stderr
-    for folder in set((REPOSITORY / "data/prepared").glob("poems-char-*")) - folders:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
 
 
 def test_bad_input_ends_every_script_with_status_2_and_no_traceback(tmp_path: Path) -> None:

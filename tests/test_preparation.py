@@ -1,5 +1,6 @@
 """Preparing text: sources, encodings, documents, splits, and that nothing half-made is left behind."""
 
+import hashlib
 import http.server
 import json
 import os
@@ -184,8 +185,9 @@ def test_D17_nothing_to_read_is_a_clean_error(what: str, here: Path) -> None:
 def test_D17_a_glob_takes_the_files_that_match(here: Path) -> None:
     for name in ("b.txt", "a.txt", "c.md"):
         (here / name).write_text(name)
-    source = open_source("*.txt", here, lambda: here)
-    assert [document.name for document in source.documents] == ["a.txt", "b.txt"]
+    for pattern in ("*.txt", f"{here}/*.txt"):
+        with open_source(pattern, here) as source:
+            assert [document.path.name for document in source.documents] == ["a.txt", "b.txt"]
 
 
 def test_D17_standard_input_is_a_source(here: Path) -> None:
@@ -211,9 +213,9 @@ def test_D17_a_file_that_is_no_text_is_named(here: Path) -> None:
 
 
 def test_the_standard_library_is_a_source_without_network(here: Path) -> None:
-    source = open_source("stdlib", here, lambda: here)
-    names = [document.name for document in source.documents]
-    assert names == sorted(names) and "argparse.py" in names and source.size() > 5_000_000
+    with open_source("stdlib", here) as source:
+        names = [document.name for document in source.documents]
+        assert names == sorted(names) and "argparse.py" in names and source.size() > 5_000_000
     assert not any(part in name.split("/") for name in names for part in ("test", "tests", "idlelib", "site-packages"))
     assert "Python 3." in source.description
 
@@ -261,7 +263,7 @@ def test_D16_a_download_that_is_not_the_expected_file_leaves_nothing(
 
 def test_D16_without_network_shakespeare_says_how_to_go_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data.sources, "SHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
-    assert_clean_error(run_prepare("shakespeare", "--out_dir=out"), "127.0.0.1:9", "--text=")
+    assert_clean_error(run_prepare("shakespeare", "--out_dir=out"), "127.0.0.1:9", "name its path")
     assert not (here / "out").exists() and not (here / "downloads").exists()
 
 
@@ -313,7 +315,8 @@ def test_D12_the_type_of_stored_ids_follows_the_vocabulary() -> None:
 @pytest.mark.parametrize(("dtype", "content"), [("uint16", [1, 65535]), ("uint32", [1, 70000])])
 def test_D12_ids_are_read_back_as_they_were_written(dtype: str, content: list[int], tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(to_stored(np.array(content, dtype=np.uint32), dtype).tobytes())
-    tokens = TokenFile(tmp_path / "x.bin", dtype, 100000, expected_tokens=2)
+    digest = hashlib.sha256((tmp_path / "x.bin").read_bytes()).hexdigest()
+    tokens = TokenFile(tmp_path / "x.bin", dtype, 100000, 2, digest)
     assert tokens.read(0, 2).tolist() == content and len(tokens) == 2
     assert (tmp_path / "x.bin").read_bytes()[:2] == b"\x01\x00", "little-endian"
 
@@ -394,8 +397,7 @@ def test_nothing_is_left_when_preparing_is_interrupted(here: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(data.preparation, "_split", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_prepare("text.txt", "--tokenizer=char", "--out_dir=out")
+    assert run_prepare("text.txt", "--tokenizer=char", "--out_dir=out").status == 130
     assert sorted(path.name for path in here.iterdir()) == ["text.txt"]
 
 
@@ -403,7 +405,7 @@ def test_a_folder_that_prepare_did_not_write_is_never_replaced(here: Path) -> No
     (here / "thesis").mkdir()
     (here / "thesis" / "chapter.txt").write_text("precious")
     (here / "text.txt").write_text(ACCENTED, encoding="utf-8")
-    assert_clean_error(run_prepare("text.txt", "--out_dir=thesis"), "thesis", "not a prepared folder")
+    assert_clean_error(run_prepare("text.txt", "--out_dir=thesis"), "thesis", "chapter.txt", "not a prepared folder")
     assert (here / "thesis" / "chapter.txt").read_text() == "precious"
 
 
@@ -414,30 +416,117 @@ def test_preparing_again_replaces_the_folder(here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == ["out", "text.txt"]
 
 
-def test_train_text_prepares_once_and_again_only_when_the_text_changes(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_program_that_has_a_meta_json_is_never_replaced(here: Path) -> None:
+    (here / "dataset").mkdir()
+    for name in ("meta.json", "images.tar"):
+        (here / "dataset" / name).write_text("{}")
+    (here / "text.txt").write_text(ACCENTED, encoding="utf-8")
+    assert_clean_error(run_prepare("text.txt", "--out_dir=dataset"), "dataset", "images.tar")
+    assert (here / "dataset" / "images.tar").exists()
+
+
+def test_the_text_itself_is_never_in_danger(here: Path) -> None:
+    prepared = prepare_file(here, b"first text, first text", "--tokenizer=char", "--val_fraction=0")
+    (prepared.folder / "input.txt").write_text("second text, second text")
+    assert_clean_error(run_prepare("out/input.txt", "--out_dir=out"), "input.txt")
+    assert (prepared.folder / "input.txt").read_text() == "second text, second text"
+
+
+def test_the_working_directory_may_be_the_prepared_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "text.txt").write_text("some text")
+    (here / "inside").mkdir()
+    monkeypatch.chdir(here / "inside")
+    for _ in range(2):
+        outcome = run_prepare("../text.txt", "--out_dir=.", "--tokenizer=char", "--val_fraction=0")
+        assert outcome.status == 0, outcome.stderr
+    assert len(list((here / "inside").iterdir())) == 4
+
+
+def small_run(*arguments: str, out_dir: str) -> None:
+    shape = ("--tokenizer=char", "--n_embd=8", "--n_head=1", "--n_layer=1", "--block_size=8", "--max_iters=0")
+    outcome = run_train(*shape, *arguments, f"--out_dir={out_dir}")
+    assert outcome.status == 0, outcome.stderr
+
+
+def test_train_text_prepares_every_text_and_every_way_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = data.preparation.prepare
     monkeypatch.setattr(data.preparation, "prepare", lambda *a: calls.append(a) or real(*a))
-    (here / "text.txt").write_text("some text to train on, again and again. " * 20)
-    arguments = (
-        "--text=text.txt",
-        "--tokenizer=char",
-        "--n_embd=8",
-        "--n_head=1",
-        "--n_layer=1",
-        "--block_size=8",
-        "--max_iters=0",
-    )
-    for run, expected in (("a", 1), ("b", 1)):
-        assert run_train(*arguments, f"--out_dir={run}").status == 0
+    text, other = "some text to train on, again and again. " * 20, "some other text to train on, over and over. " * 20
+    (here / "text.txt").write_text(text)
+    for out_dir, expected in (("a", 1), ("b", 1)):
+        small_run("--text=text.txt", out_dir=out_dir)
         assert len(calls) == expected
-    (here / "text.txt").write_text("some other text to train on, over and over. " * 20)
-    assert run_train(*arguments, "--out_dir=c").status == 0
-    assert len(calls) == 2
-    assert run_train(*arguments, "--val_fraction=0.2", "--out_dir=d").status == 0
+    (here / "text.txt").write_text(other)
+    small_run("--text=text.txt", out_dir="c")
+    small_run("--text=text.txt", "--val_fraction=0.2", out_dir="d")
     assert len(calls) == 3
+    (here / "text.txt").write_text(text)
+    small_run("--text=text.txt", out_dir="e")
+    assert len(calls) == 3, "what a or b may still need was kept"
+
+
+@pytest.mark.parametrize("damage", ["train.bin", "tokenizer.json", "meta.json"])
+def test_a_damaged_preparation_of_ours_is_made_again(damage: str, here: Path) -> None:
+    (here / "text.txt").write_text("some text to train on, again and again. " * 20)
+    small_run("--text=text.txt", out_dir="a")
+    [folder] = (here / "prepared").iterdir()
+    whole = (folder / damage).read_bytes()
+    for number, content in enumerate((whole[:-2], whole[:-2] + b"zz", None)):
+        if content is None:
+            (folder / damage).unlink()
+        else:
+            (folder / damage).write_bytes(content)
+        small_run("--text=text.txt", out_dir=f"b{number}")
+        assert (folder / damage).read_bytes() == whole
+
+
+def test_D13_a_token_file_that_was_changed_is_refused(here: Path, char_data: Path) -> None:
+    bad = copy_of(char_data, here / "bad")
+    content = bytearray((bad / "val.bin").read_bytes())
+    content[:2], content[2:4] = content[2:4], content[:2]
+    (bad / "val.bin").write_bytes(content)
+    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run"), "val.bin", "sha256")
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_D06_parsed_markers_are_documents_wherever_the_reading_is_cut(
+    tokenizer: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "text.txt").write_text("one<|endoftext|>two <|endoftext|> three<|end " * 20)
+    for size in (5, 13, 1 << 20):
+        monkeypatch.setattr(data.sources, "PIECE_BYTES", size)
+        outcome = run_prepare(
+            "text.txt", f"--tokenizer={tokenizer}", "--vocab_size=300", "--out_dir=out", "--parse_special"
+        )
+        assert outcome.status == 0 and "41 documents" in outcome.stdout
+        prepared = PreparedData(here / "out")
+        assert prepared_ids(here / "out").count(prepared.tokenizer.end_of_text) == 41 == prepared.metadata.documents
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "undefined"])
+def test_D02_an_encoding_that_cannot_be_is_a_clean_error(encoding: str, here: Path) -> None:
+    (here / "text.txt").write_bytes(b"no mark of UTF-16 here")
+    assert_clean_error(run_prepare("text.txt", f"--encoding={encoding}", "--out_dir=out"), encoding)
+    assert not (here / "out").exists()
+
+
+def test_D08_without_network_nothing_is_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiktoken
+
+    def offline(name: str) -> None:
+        raise ConnectionError("Max retries exceeded")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    (here / "text.txt").write_text(ACCENTED, encoding="utf-8")
+    assert_clean_error(run_prepare("text.txt", "--tokenizer=gpt2", "--out_dir=out"), "TIKTOKEN_CACHE_DIR", "char")
+    assert sorted(path.name for path in here.iterdir()) == ["text.txt"]
+
+
+@pytest.mark.parametrize("name", ["x" * 400, "a\0b"])
+def test_D17_a_name_that_no_file_can_have_is_a_clean_error(name: str, here: Path) -> None:
+    outcome = run_prepare(name, "--out_dir=out")
+    assert outcome.status == 2 and "Traceback" not in outcome.stderr and outcome.stderr.count("\n") == 1
 
 
 def test_a_small_text_gets_the_bpe_ids_that_it_has_pairs_for_and_is_told(here: Path) -> None:
@@ -448,8 +537,6 @@ def test_a_small_text_gets_the_bpe_ids_that_it_has_pairs_for_and_is_told(here: P
 
 
 def test_metadata_counts_and_hashes_are_those_of_the_files(char_data: Path) -> None:
-    import hashlib
-
     meta: Metadata = read_metadata(char_data)
     for name, digest in (("train.bin", meta.train_sha256), ("val.bin", meta.val_sha256)):
         assert hashlib.sha256((char_data / name).read_bytes()).hexdigest() == digest

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.tokenizers import (
+    BPE_PATTERN,
     END_OF_TEXT,
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
+    last_safe_cut,
     named_encoding,
     tokenizer_from_json,
     train_bpe,
@@ -94,9 +96,10 @@ def test_a_tokenizer_is_the_same_after_json(kind: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "null", '{"name": "char"}', '{"name": "char", "characters": 5}', '{"name": "x", "pattern": "a"}',
-     '{"name": "bpe", "pattern": "a", "ranks": ["%"], "end_of_text": 1, "vocab_size": 2}',
-     '{"name": "bpe", "pattern": "a", "ranks": ["YQ=="], "end_of_text": 0, "vocab_size": 2}',
-     '{"name": "bpe", "pattern": "a", "ranks": ["YQ=="], "end_of_text": 1, "vocab_size": 999999999999}'],
+     '{"name": "bpe", "pattern": "a", "ranks": ["%"], "end_of_text": 0}',
+     '{"name": "bpe", "pattern": "a", "ranks": ["YQ=="], "end_of_text": 0}',
+     '{"name": "bpe", "pattern": "a", "ranks": ["YQ=="], "end_of_text": 1}',
+     '{"name": "bpe", "pattern": "a", "ranks": [""], "end_of_text": -1}'],
 )  # fmt: skip
 def test_json_that_is_no_tokenizer_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):
@@ -146,19 +149,16 @@ def test_D09_ids_do_not_depend_on_where_the_text_is_cut(parts: list[str]) -> Non
     assert np.array_equal(pieces, BPE.encode(text))
 
 
-@pytest.mark.parametrize("encoding", ["gpt2", "cl100k_base", "o200k_base"])
-def test_D09_the_places_to_cut_are_borders_of_every_tiktoken_pattern(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The patterns themselves ship with tiktoken; their vocabularies do not, so bytes stand in."""
+@pytest.mark.parametrize("encoding", ["ours", "gpt2", "cl100k_base", "o200k_base"])
+def test_D09_the_places_to_cut_are_borders_of_every_pattern(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patterns of tiktoken ship with it; its vocabularies do not, and are not needed for this."""
+    import regex
     import tiktoken_ext.openai_public as public
 
-    ranks = {bytes([value]): value for value in range(256)}
     for name in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-        monkeypatch.setattr(public, name, lambda *a, **k: ranks)
-    import regex
-
-    pattern = regex.compile(public.ENCODING_CONSTRUCTORS[encoding]()["pat_str"])
+        monkeypatch.setattr(public, name, lambda *a, **k: {})
+    text_of_pattern = BPE_PATTERN if encoding == "ours" else public.ENCODING_CONSTRUCTORS[encoding]()["pat_str"]
+    pattern = regex.compile(text_of_pattern)
     generator = np.random.default_rng(0)
     alphabet = [
         "a",
@@ -178,16 +178,44 @@ def test_D09_the_places_to_cut_are_borders_of_every_tiktoken_pattern(
         "'LL",
         "_",
         "\u0301",
-        "\u3000",
+        "。",
     ]
-    tokenizer = BPETokenizer("x", "", [b"x"], end_of_text=1, vocab_size=2)
     cuts = 0
     for _ in range(3000):
         text = "".join(generator.choice(alphabet, size=generator.integers(1, 14)))
-        cut = tokenizer.safe_prefix(text)
+        cut = last_safe_cut(text, text_of_pattern)
         cuts += 0 < cut < len(text)
         assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:]), repr(text)
     assert cuts > 1000
+
+
+def test_D09_lines_that_end_in_punctuation_can_be_cut_where_the_pattern_allows() -> None:
+    text = "한국어。\n" * 3
+    assert last_safe_cut(text, BPE_PATTERN) == len(text) - 1
+    assert last_safe_cut(text, r"\s*[\r\n]+") == 0
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_D09_a_marker_that_has_only_begun_waits_for_its_rest(kind: str) -> None:
+    tokenizer = MAKERS[kind]()
+    for length in range(1, len(END_OF_TEXT)):
+        begun = "text " + END_OF_TEXT[:length]
+        assert tokenizer.safe_prefix(begun, parse_special=True) == 5
+        assert tokenizer.safe_prefix(begun) == len(begun)
+    assert tokenizer.safe_prefix("text " + END_OF_TEXT + "x", parse_special=True) == 6 + len(END_OF_TEXT)
+
+
+@pytest.mark.parametrize("name", ["p50k_base", "p50k_edit"])
+def test_D08_an_encoding_that_leaves_ids_out_keeps_its_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiktoken
+
+    ranks = {bytes([value]): value for value in range(256)} | {b"  ": 50257}  # 50256 is end-of-text, between them
+    stand_in = tiktoken.Encoding(name, pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda wanted: stand_in)
+    tokenizer = named_encoding(name)
+    assert tokenizer.encode("a    b").tolist() == stand_in.encode("a    b") and 50257 in tokenizer.encode("a    b")
+    restored = tokenizer_from_json(tokenizer.to_json())
+    assert restored.decode(restored.encode("a    b")) == "a    b" and restored.vocab_size == 50258
 
 
 @pytest.mark.parametrize("run", ["^" * 10**6, " " * 10**6 + "a", "\n" * 10**6 + "b", "a" * 10**6, "1" * 10**6])
@@ -204,7 +232,7 @@ def test_D10_a_panic_of_the_encoder_becomes_a_clean_error() -> None:
         def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
             raise PanicException("StackOverflow")
 
-    tokenizer = BPETokenizer("gpt2", "", [b"x"], end_of_text=1, vocab_size=2)
+    tokenizer = BPETokenizer("gpt2", "", [b"x", b""], end_of_text=1)
     tokenizer.__dict__["_encoding"] = Panicking()
     with pytest.raises(UserError, match="--tokenizer=char or byte"):
         tokenizer.encode("x")

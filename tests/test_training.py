@@ -18,6 +18,7 @@ from config.schema import TrainSettings
 from data.dataset import PreparedData
 from engine.checkpoint import load_checkpoint
 from engine.tracking import MetricsFile
+from model import GPTConfig
 from tests.conftest import REPOSITORY, TEXT, TINY, Outcome, assert_clean_error, run_prepare, run_train, script
 
 
@@ -143,6 +144,11 @@ def test_patience_stops_after_so_many_validations_without_a_better_one(here: Pat
     )
     assert load_checkpoint(here / "run" / "last.pt")["step"] == 8  # the first at 2 is the best, then 4, 6, 8
     assert "stopped early at step 8" in outcome.stdout + outcome.stderr
+    before = (here / "run" / "last.pt").read_bytes()
+    assert "nothing to do" in train_on(char_data, "run", "--resume").stdout
+    assert (here / "run" / "last.pt").read_bytes() == before
+    train_on(char_data, "run", "--resume", "--patience=5", "--learning_rate=0")
+    assert load_checkpoint(here / "run" / "last.pt")["step"] == 12
 
 
 # --- The same training, however it is cut --------------------------------------------------------------------------
@@ -268,6 +274,33 @@ def test_K05_an_architecture_that_the_weights_do_not_have_is_refused_with_both_v
     )
 
 
+def test_a_preset_beside_resume_changes_nothing_that_the_run_was_given(here: Path, char_data: Path) -> None:
+    (here / "mine.toml").write_text("learning_rate = 0.001\nn_head = 1\ntext = 'stdlib'\n")
+    arguments = ("mine.toml", f"--data_dir={char_data}", "--out_dir=run", *TINY, "--learning_rate=0.004")
+    assert run_train(*arguments, "--max_iters=2").status == 0
+    outcome = run_train("mine.toml", "--out_dir=run", "--resume", "--max_iters=4")
+    assert outcome.status == 0, outcome.stderr
+    saved = load_checkpoint(here / "run" / "last.pt")
+    assert (saved["step"], saved["settings"]["learning_rate"], saved["settings"]["n_head"]) == (4, 0.004, 2)
+    assert saved["settings"]["data_dir"] == str(char_data) and "text" not in saved["settings"]
+
+
+def test_weight_decay_and_betas_given_on_resuming_take_effect(here: Path, char_data: Path) -> None:
+    for name, change in (("same", ()), ("more", ("--weight_decay=0.9",)), ("other", ("--beta1=0.5",))):
+        train_on(char_data, name, "--max_iters=2", "--lr_decay=constant", "--learning_rate=0.01")
+        train_on(char_data, name, "--resume", "--max_iters=4", *change)
+    assert losses("same")[4] != losses("more")[4] and losses("same")[4] != losses("other")[4]
+
+
+@pytest.mark.parametrize("change", ["--tokenizer=byte", "--val_fraction=0.3", "--vocab_size=999", "--parse_special"])
+def test_V02_another_preparation_asked_for_on_resuming_is_refused(change: str, here: Path) -> None:
+    (here / "text.txt").write_text(TEXT)
+    arguments = ("--text=text.txt", "--out_dir=run", *TINY)
+    assert run_train(*arguments, "--tokenizer=char", "--max_iters=2").status == 0
+    name = change.lstrip("-").split("=")[0]
+    assert_clean_error(run_train(*arguments, "--resume", "--max_iters=4", change), f"{name} = ", "was made with")
+
+
 def test_what_is_given_on_resuming_is_checked_beside_the_saved_settings(here: Path, char_data: Path) -> None:
     train_on(char_data, "run", "--max_iters=2", "--learning_rate=0.5")
     outcome = run_train("--resume", "--out_dir=run", "--max_iters=3", "--min_lr=0.1")  # above the default rate
@@ -340,6 +373,83 @@ def test_T01_training_that_diverges_stops_and_keeps_the_last_finite_checkpoint(
     assert load_checkpoint(here / "run" / "last.pt")["step"] == 10
 
 
+@pytest.mark.parametrize("ended_by", ["an evaluation without validation", "a signal"])
+def test_T01_broken_weights_are_never_saved_even_between_two_log_lines(
+    ended_by: str, here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = train.update
+
+    def breaking(run: Any, forward: Any, batches: Any, step: int, dtype: Any) -> Any:
+        result = real(run, forward, batches, step, dtype)
+        if step == 12:
+            with torch.no_grad():
+                next(run.model.parameters()).fill_(float("nan"))
+            if ended_by == "a signal":
+                signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(train, "update", breaking)
+    if ended_by == "a signal":
+        data = str(char_data)
+    else:
+        (here / "text.txt").write_text(TEXT)
+        assert run_prepare("text.txt", "--tokenizer=char", "--val_fraction=0", "--out_dir=data").status == 0
+        data = "data"
+    outcome = run_train(
+        f"--data_dir={data}", "--out_dir=run", *TINY, "--max_iters=90", "--eval_interval=7", "--log_interval=40"
+    )
+    assert_clean_error(outcome, "a weight is not finite", "earlier, finite state")
+    saved = load_checkpoint(here / "run" / "last.pt")
+    assert saved["step"] == 7 and all(torch.isfinite(value).all() for value in saved["model"].values())
+
+
+def test_a_disk_that_fills_up_is_a_clean_error_and_the_last_checkpoint_stays(
+    here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.save
+
+    def full(content: dict[str, Any], file: Any) -> None:
+        if content["step"] < 10:
+            return real(content, file)
+        file.write(b"half of it")
+        raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(torch, "save", full)
+    outcome = run_train(f"--data_dir={char_data}", "--out_dir=run", *TINY, "--max_iters=20", "--eval_interval=5")
+    assert_clean_error(outcome, "best.pt: cannot be written", "intact")
+    assert load_checkpoint(here / "run" / "last.pt")["step"] == 5
+    assert sorted(path.name for path in (here / "run").iterdir()) == [
+        "best.pt",
+        "last.pt",
+        "metrics.jsonl",
+        "settings.toml",
+    ]
+
+
+def test_out_of_memory_is_a_clean_error(here: Path, char_data: Path) -> None:
+    outcome = run_train(f"--data_dir={char_data}", "--out_dir=run", *TINY, "--batch_size=1e14", "--max_iters=1")
+    assert_clean_error(outcome, "out of memory", "--batch_size")
+
+
+def test_a_text_of_ones_own_gets_a_run_of_its_own(here: Path) -> None:
+    """The README's first command, after the demo has left its run beside it."""
+    (here / "preset.toml").write_text("text = 'first.txt'\ntokenizer = 'char'\nmax_iters = 1\n")
+    for name in ("first.txt", "my text.v2.txt"):
+        (here / name).write_text(TEXT)
+    (here / "many").mkdir()
+    (here / "many" / "a.txt").write_text(TEXT)
+    for arguments, folder in (
+        (["preset.toml"], "preset"),
+        (["preset.toml", "--text=my text.v2.txt"], "my_text_v2"),
+        (["preset.toml", "--text=many/*.txt"], "text"),
+        (["preset.toml", "--text=many"], "many"),
+    ):
+        outcome = run_train(*arguments, *TINY)
+        assert outcome.status == 0, outcome.stderr
+        assert (here / "runs" / folder / "last.pt").exists(), sorted((here / "runs").iterdir())
+    assert sorted(path.name for path in (here / "runs").iterdir()) == ["many", "my_text_v2", "preset", "text"]
+
+
 def test_an_unwritable_run_directory_is_a_clean_error(here: Path, char_data: Path) -> None:
     (here / "file").touch()
     assert_clean_error(run_train(f"--data_dir={char_data}", "--out_dir=file/run", *TINY), "file/run", "--out_dir")
@@ -362,7 +472,7 @@ def test_T04_no_cuda_call_is_made_when_the_device_is_the_cpu(
     def forbidden(*arguments: object, **options: object) -> None:
         raise AssertionError("CUDA was asked")
 
-    for name in ("is_available", "device_count", "is_bf16_supported", "get_device_name", "_lazy_init"):
+    for name in ("is_available", "device_count", "get_device_capability", "get_device_name", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, forbidden)
     train_on(char_data, "run", "--max_iters=2", "--dropout=0.1")
 
@@ -378,7 +488,7 @@ def test_T04_a_device_that_is_not_there_is_refused(device: str, here: Path, char
 def test_T03_an_older_gpu_falls_back_to_float16_and_an_explicit_request_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old GPU")
     cuda = torch.device("cuda")
     assert engine.device.choose_dtype("auto", cuda, training=True) == (torch.float16, "auto: this GPU lacks bfloat16")
@@ -474,10 +584,8 @@ def test_K07_a_second_signal_exits_at_once() -> None:
 
 
 def test_every_setting_of_training_is_used_somewhere() -> None:
-    """No dead options: each name is read in code other than the schema."""
-    code = "".join(
-        path.read_text() for path in REPOSITORY.rglob("*.py")
-        if not {"tests", ".venv"} & set(path.relative_to(REPOSITORY).parts) and path.name != "schema.py"
-    )  # fmt: skip
+    """No dead options: each name is read from the settings, or belongs to the architecture or the preparation."""
+    code = "".join(path.read_text() for path in (REPOSITORY / "train.py", *(REPOSITORY / "engine").glob("*.py")))
+    code += (REPOSITORY / "data/preparation.py").read_text().replace("options.", "settings.")
     for name in TrainSettings.model_fields:
-        assert f".{name}" in code, name
+        assert f"settings.{name}" in code or name in GPTConfig.__dataclass_fields__, name
