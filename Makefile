@@ -31,8 +31,9 @@ test: $(VENV)/.development  ## check style and types, and run every test
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest
 
-bench: $(VENV)/.development  ## measure the attention paths on this machine, into bench/results/
+bench: $(VENV)/.development  ## measure the attention paths and generation here, into bench/results/
 	$(RUN) -m bench.attention
+	$(RUN) -m bench.generation
 
 clean:  ## remove the environment and caches, never runs or data
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

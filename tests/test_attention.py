@@ -438,6 +438,27 @@ def test_A05_a_row_without_any_key_is_zero_with_zero_gradient(path: str, dtype: 
     assert torch.all(k.grad[0, :, :2] == 0) and torch.all(v.grad[0, :, :2] == 0), "keys that nobody sees"
 
 
+def test_A05_an_empty_row_of_scores_has_gradient_zero_by_itself() -> None:
+    """Without the masking before it, which would hide a NaN."""
+    scores = torch.tensor([[-torch.inf, -torch.inf], [0.5, -torch.inf], [1.0, 2.0]], requires_grad=True)
+    weights = normalize_attention_scores(scores)
+    (weights * torch.tensor([1.0, 5.0])).sum().backward()
+    assert scores.grad is not None and torch.isfinite(scores.grad).all()
+    assert torch.all(scores.grad[0] == 0) and torch.all(scores.grad[2] != 0)
+
+
+def test_A05_no_backend_is_ever_asked_about_a_row_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would answer has changed between versions and differs between devices."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*arguments: Tensor, attn_mask: Tensor, **options: float) -> Tensor:
+        assert attn_mask.any(dim=-1).all()
+        return real(*arguments, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    fused_attention(*random_qkv(2, 2, 4, 4, 4), torch.tensor([[True, True, False, False], [True] * 4]))
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_A05_everything_hidden_gives_zeros(path: str) -> None:
     context = ATTENTION[path](*random_qkv(1, 1, 3, 3, 2), torch.ones(1, 3, dtype=torch.bool))

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, plain data, and loadable wherever they come from."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_K08_a_file_that_is_no_checkpoint_is_refused_by_path_and_reason(how: str
     with pytest.raises(UserError, match=r"c\.pt: ") as caught:
         load_checkpoint(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+class Trap:
+    """An object whose unpickling runs code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_C05_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    torch.save(
+        {**content(gpt()), "format_version": FORMAT_VERSION, "trap": Trap(tmp_path / "sprung")}, tmp_path / "c.pt"
+    )
+    with pytest.raises(UserError, match="cannot be read as a checkpoint"):
+        load_checkpoint(tmp_path / "c.pt")
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:

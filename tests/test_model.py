@@ -42,6 +42,8 @@ def test_note_11_full_forward_chunked_prefill_and_single_tokens_give_the_same_lo
         cache = KVCache(model.config, batch_size=2, dtype=torch.float64)
         parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-10, rtol=1e-10, msg=str(chunks))
+    for T in range(1, 9):
+        torch.testing.assert_close(model(idx[:, :T])[0], expected[:, :T], atol=1e-10, rtol=1e-10, msg=str(T))
 
 
 @every_architecture
@@ -208,6 +210,8 @@ def test_note_12_dropout_acts_on_the_sublayer_and_not_on_the_residual() -> None:
     change = add_norm(torch.zeros(1, 1000), lambda x: torch.ones_like(x))
     assert set(change.unique().tolist()) == {0.0, 2.0}
     torch.testing.assert_close(add_norm(torch.full((1, 1000), 5.0), torch.zeros_like), torch.full((1, 1000), 5.0))
+    add_norm.norm_placement, x = "post", torch.randn(1, 1000)
+    torch.testing.assert_close(add_norm(x, torch.zeros_like), F.layer_norm(x, (1000,)))
 
 
 def test_only_pre_norm_has_a_final_norm() -> None:

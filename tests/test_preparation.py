@@ -17,8 +17,9 @@ from config.errors import UserError
 from data.dataset import Metadata, PreparedData, TokenFile, read_metadata, to_stored, token_dtype
 from data.download import download
 from data.sources import Document, open_source, read_text
-from tests.conftest import assert_clean_error, run_prepare, run_train, script
+from tests.conftest import TINY, assert_clean_error, run_prepare, run_train, script
 
+NOTHING = (*TINY, "--max_iters=0")
 ACCENTED = "Où est l'été? Ça va très bien, naïve façade.\n" * 20
 
 
@@ -340,7 +341,9 @@ def test_D13_an_id_beyond_the_vocabulary_is_refused_when_loading(here: Path, cha
     with (bad / "train.bin").open("r+b") as file:
         file.seek(200)
         file.write(np.array([size], dtype="<u2").tobytes())
-    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run"), "train.bin", f"id {size}", f"vocab_size is {size}")
+    assert_clean_error(
+        run_train("--data_dir=bad", "--out_dir=run", *NOTHING), "train.bin", f"id {size}", f"vocab_size is {size}"
+    )
     assert not (here / "run").exists()
 
 
@@ -352,14 +355,16 @@ def test_D13_a_token_file_of_another_length_is_refused(here: Path, char_data: Pa
     ):
         bad = copy_of(char_data, here / f"bad{len(list(here.iterdir()))}")
         change(bad / "val.bin")
-        assert_clean_error(run_train(f"--data_dir={bad}", "--out_dir=run"), "val.bin", "prepare the data again")
+        assert_clean_error(
+            run_train(f"--data_dir={bad}", "--out_dir=run", *NOTHING), "val.bin", "prepare the data again"
+        )
 
 
 def test_V04_without_metadata_the_vocabulary_is_never_guessed(here: Path, char_data: Path) -> None:
     bad = copy_of(char_data, here / "bad")
     (bad / "meta.json").unlink()
-    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run"), "meta.json", "never guessed")
-    assert_clean_error(run_train("--data_dir=nowhere", "--out_dir=run"), "nowhere/meta.json")
+    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run", *NOTHING), "meta.json", "never guessed")
+    assert_clean_error(run_train("--data_dir=nowhere", "--out_dir=run", *NOTHING), "nowhere/meta.json")
 
 
 @pytest.mark.parametrize(
@@ -371,13 +376,13 @@ def test_V04_metadata_that_says_something_impossible_is_refused(
     bad = copy_of(char_data, here / "bad")
     meta = json.loads((bad / "meta.json").read_text())
     (bad / "meta.json").write_text("{" if change is None else json.dumps(meta | change))
-    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run"), "meta.json", "prepare the data again")
+    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run", *NOTHING), "meta.json", "prepare the data again")
 
 
 def test_V04_a_tokenizer_that_the_metadata_does_not_know_is_refused(here: Path, char_data: Path) -> None:
     bad = copy_of(char_data, here / "bad")
     (bad / "tokenizer.json").write_text('{"name": "byte"}')
-    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run"), "tokenizer.json", "meta.json")
+    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run", *NOTHING), "tokenizer.json", "meta.json")
 
 
 def test_V04_padding_is_a_setting_of_its_own_and_both_sizes_are_printed(here: Path, char_data: Path) -> None:
@@ -486,7 +491,7 @@ def test_D13_a_token_file_that_was_changed_is_refused(here: Path, char_data: Pat
     content = bytearray((bad / "val.bin").read_bytes())
     content[:2], content[2:4] = content[2:4], content[:2]
     (bad / "val.bin").write_bytes(content)
-    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run"), "val.bin", "sha256")
+    assert_clean_error(run_train("--data_dir=bad", "--out_dir=run", *NOTHING), "val.bin", "sha256")
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
