@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Timing:
 
 
 def time_in_turn(
-    alternatives: dict[str, Callable[[], object]], *, rounds: int = 7, at_least_seconds: float = 0.1
+    alternatives: Mapping[str, Callable[[], object]], *, rounds: int = 7, at_least_seconds: float = 0.1
 ) -> dict[str, Timing]:
     """Time alternatives A B A B ..., so that a drift of the machine's speed touches all alike.
 
