@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from config.command_line import checked, overlaid, read_given
-from config.errors import run_command
+from config.errors import UserError, run_command
 from config.schema import TrainSettings
 from data.batches import TrainingBatches, validation_batches
 from data.dataset import PreparedData
@@ -65,10 +65,17 @@ def main(argv: list[str]) -> None:
 
 
 def make_model(settings: TrainSettings, data: PreparedData, checkpoint: dict[str, Any] | None, path: Path) -> GPT:
-    """A new model from the seed, or the one in a checkpoint."""
+    """A new model from the seed, or the one in a checkpoint.
+
+    Raises:
+        UserError: the checkpoint contradicts itself.
+    """
     if checkpoint is not None:
         changes = {"attention_impl": settings.attention_impl, "dropout": settings.dropout}
-        return model_from_checkpoint(checkpoint, path, **changes)
+        model = model_from_checkpoint(checkpoint, path, **changes)
+        if model.config != settings.gpt_config(data.tokenizer.vocab_size):
+            raise UserError(f"{path}: its settings and its architecture contradict each other")
+        return model
     torch.manual_seed(settings.seed)
     return GPT(settings.gpt_config(data.tokenizer.vocab_size))
 
@@ -195,8 +202,9 @@ def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
         sys.exit(128 + signal_number)
     if run.patience_is_over and done < settings.max_iters:
         tracker.say(f"stopped early at step {done:,}: {settings.patience} validations without a better one")
-    if math.isfinite(run.progress.best_loss):
-        tracker.say(f"best validation loss {run.progress.best_loss:.4f} ({run.out_dir / 'best.pt'})")
+    best = run.out_dir / "best.pt"
+    if best.exists():
+        tracker.say(f"best validation loss {run.progress.best_loss:.4f} ({best})")
     tracker.say(f"sample from it with: python sample.py --out_dir={shlex.quote(str(run.out_dir))}")
 
 

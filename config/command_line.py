@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from config.errors import UserError
+from config.errors import UserError, reason_of
 from config.schema import Settings
 
 PRESETS = Path(__file__).parent
@@ -86,7 +86,7 @@ def _refuse_unknown(names: Iterable[str], schema: type[Settings], where: str) ->
 
 def _read_preset(name: str, schema: type[Settings]) -> dict[str, Any]:
     path = Path(name)
-    if not path.exists() and path.name == name:
+    if not path.exists() and path.name == name and path.suffix in ("", ".toml"):
         path = PRESETS / f"{path.stem}.toml"
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -95,8 +95,8 @@ def _read_preset(name: str, schema: type[Settings]) -> dict[str, Any]:
         raise UserError(f"preset {name}: no such file; expected a TOML file of settings, or one of: {known}") from None
     except OSError as error:
         raise UserError(f"preset {name}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"preset {name}: not a TOML file of 'name = value' lines: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"preset {name}: not a TOML file of 'name = value' lines: {reason_of(error)}") from None
     _refuse_unknown(values, schema, f"preset {name}")
     return values
 
@@ -116,6 +116,9 @@ def read_given(schema: type[Settings], argv: list[str], *, takes_preset: bool = 
     Raises:
         UserError: an unknown key (with the nearest valid one), or an unreadable preset.
     """
+    for argument in argv:
+        if not _is_text(argument):
+            raise UserError(f"{argument!r}: not UTF-8; expected UTF-8 text (rename the file if it is one)")
     namespace, unknown = _parser(schema, takes_preset).parse_known_args(_with_values(argv, schema))
     options = [argument.lstrip("-").split("=", 1)[0] for argument in unknown if argument.startswith("-")]
     _refuse_unknown(options, schema, "command line")
@@ -123,7 +126,12 @@ def read_given(schema: type[Settings], argv: list[str], *, takes_preset: bool = 
         raise UserError(f"{unknown[0]}: not expected here; settings are given as --name=value")
     command_line = vars(namespace)
     name = command_line.pop("preset", None)
-    return Given(command_line, _read_preset(name, schema) if name else {}, name)
+    return Given(command_line, {} if name is None else _read_preset(name, schema), name)
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string holds no half characters, as bytes that are not UTF-8 become on a command line."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _with_values(argv: list[str], schema: type[Settings]) -> list[str]:
@@ -150,7 +158,12 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
     Raises:
         UserError: naming the first wrong key, what was given and what is allowed.
     """
-    _refuse_unknown(values, schema, "settings")
+    _refuse_unknown(map(str, values), schema, "settings")
+    for name, value in values.items():
+        if isinstance(value, str) and ("\0" in value or not _is_text(value)):
+            raise UserError(
+                f"{name} = {value!r}: expected text without zero bytes ({schema.model_fields[name].description})"
+            )
     for name, set_aside in schema.instead_of.items():
         clash = [other for other in set_aside if values.get(name) and values.get(other)]
         if clash:

@@ -26,7 +26,8 @@ def guarded(main: Callable[[list[str]], None], argv: list[str]) -> int:
     """
     try:
         main(argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         return _complain(str(error))
     except KeyboardInterrupt:
@@ -50,7 +51,8 @@ def _complain(message: str) -> int:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     said = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
+    words = ("out of memory", "not enough memory", "allocate memory")  # CUDA, Windows, Linux
+    return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
 def run_command(main: Callable[[list[str]], None]) -> NoReturn:
@@ -59,6 +61,7 @@ def run_command(main: Callable[[list[str]], None]) -> NoReturn:
         # An ASCII locale (LC_ALL=C) says nothing about files, arguments and terminal: they are UTF-8 all the same.
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a character that it lacks becomes "?"
+        if stream is not None:  # it may have been closed
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a character that it lacks becomes "?"
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(guarded(main, sys.argv[1:]))

@@ -32,11 +32,11 @@ def _number(value: Any) -> Any:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_whole_number)]
+Whole = Annotated[int, BeforeValidator(_whole_number), Field(le=2**31)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)]
 
 
 class Settings(BaseModel):
@@ -100,7 +100,7 @@ class TrainSettings(PreparationFields):
 
     # model
     block_size: Whole = Field(GPTConfig.block_size, ge=1, description="context length in tokens")
-    n_layer: Whole = Field(GPTConfig.n_layer, ge=1, description="decoder blocks")
+    n_layer: Whole = Field(GPTConfig.n_layer, ge=1, le=10_000, description="decoder blocks")
     n_head: Whole = Field(GPTConfig.n_head, ge=1, description="attention heads in each block")
     n_embd: Whole = Field(GPTConfig.n_embd, ge=1, description="model width")
     dropout: Number = Field(GPTConfig.dropout, ge=0, lt=1, description="share of activations dropped in training")
@@ -145,6 +145,10 @@ class TrainSettings(PreparationFields):
     def _fits_together(self) -> Self:
         if self.min_lr > self.learning_rate:
             raise ValueError(f"min_lr = {self.min_lr} is above learning_rate = {self.learning_rate}")
+        if self.batch_size * self.gradient_accumulation_steps * self.block_size > 2**40:
+            raise ValueError(
+                "batch_size x gradient_accumulation_steps x block_size is above 2**40 tokens in one update"
+            )
         self.gpt_config(vocab_size=1)
         return self
 

@@ -155,6 +155,10 @@ class PreparedData:
         if self.tokenizer.sha256() != self.metadata.tokenizer_sha256:
             raise UserError(f"{path}: is not the tokenizer that meta.json belongs to; prepare the data again")
         meta = self.metadata
+        if self.tokenizer.vocab_size != meta.vocab_size or meta.val_tokens == 1:
+            raise UserError(
+                f"{folder / 'meta.json'}: its counts are not those of a preparation; prepare the data again"
+            )
         self.train = TokenFile(folder / "train.bin", meta.dtype, meta.vocab_size, meta.train_tokens, meta.train_sha256)
         self.validation = TokenFile(folder / "val.bin", meta.dtype, meta.vocab_size, meta.val_tokens, meta.val_sha256)
 

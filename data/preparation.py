@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from config.errors import UserError
 from config.schema import PreparationFields
-from data.dataset import Metadata, PreparedData, to_stored, token_dtype
+from data.dataset import Metadata, PreparedData, read_metadata, to_stored, token_dtype
 from data.sources import Source, open_source, read_text
 from data.tokenizers import (
     BPE_PATTERN,
@@ -60,8 +60,11 @@ def prepare(source: Source, options: PreparationFields, out_dir: Path) -> Metada
         UserError: the text, the tokenizer or the split cannot be had, or out_dir holds something else.
     """
     _check_encoding(options.encoding)
+    _refuse_foreign_folder(out_dir, source)
     with _staging_folder(out_dir) as staging:
         tokenizer, totals = _tokenizer_for(source, options)
+        if not totals.characters:
+            raise UserError(f"{source.name}: holds no text")
         dtype = token_dtype(tokenizer.vocab_size)
         tokens, documents = _encode_to_file(source, options, tokenizer, dtype, staging / "train.bin")
         val_tokens = _split(staging, tokens, options.val_fraction, np.dtype(dtype).itemsize)
@@ -129,15 +132,27 @@ def _check_encoding(encoding: str) -> None:
         ) from None
 
 
+def _refuse_foreign_folder(out_dir: Path, source: Source) -> None:
+    """Replace nothing but what prepare wrote, and never the text itself."""
+    place = out_dir.resolve()
+    for document in source.documents:
+        if document.path.resolve().parent == place:
+            raise UserError(f"{out_dir}: holds the text {document.path.name} itself; name another --out_dir")
+    inside = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
+    if out_dir.parent == PREPARED or not inside:
+        return  # a folder of ours, perhaps damaged, or an empty one
+    foreign = [name for name in inside if name not in FILES and not name.startswith(STAGING_PREFIX)]
+    try:
+        read_metadata(out_dir)
+    except UserError:
+        foreign = foreign or inside
+    if foreign:
+        raise UserError(f"{out_dir}: holds {foreign[0]}, so it is not a prepared folder; name another --out_dir")
+
+
 @contextmanager
 def _staging_folder(out_dir: Path) -> Iterator[Path]:
     """A folder inside the final one, gone when the block ends in whatever way; so is a final one that stayed empty."""
-    if out_dir.is_dir():
-        foreign = [
-            path.name for path in out_dir.iterdir() if path.name not in FILES and STAGING_PREFIX not in path.name
-        ]
-        if foreign:
-            raise UserError(f"{out_dir}: holds {foreign[0]}, so it is not a prepared folder; name another --out_dir")
     made = not out_dir.exists()
     out_dir.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=out_dir))
@@ -187,7 +202,10 @@ def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenize
         for pieces in _pieces(source, options, safe_prefix, "reading"):
             for piece in pieces:
                 totals.characters += len(piece)
-                totals.bytes += len(piece.encode("utf-8"))
+                try:
+                    totals.bytes += len(piece.encode("utf-8"))
+                except UnicodeEncodeError:
+                    raise UserError(f"{source.name}: holds half a surrogate pair, which is no character") from None
                 yield piece
 
     tokenizer: Tokenizer
@@ -233,7 +251,7 @@ def _split(folder: Path, tokens: int, val_fraction: float, itemsize: int) -> int
     if val_fraction > 0 and val_tokens < 2:
         raise UserError(
             f"val_fraction = {val_fraction}: of {tokens} tokens that leaves {val_tokens} for validation, and 2 are "
-            f"needed; use at least {2 / tokens:.2g}, or 0 to train without validation"
+            f"needed; use a larger share or more text, or 0 to train without validation"
         )
     if tokens - val_tokens < 2:
         raise UserError(f"{tokens} tokens in all, {val_tokens} of them for validation: too few to train on")

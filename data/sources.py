@@ -110,6 +110,8 @@ def _source_of(name: str, description: str, files: list[tuple[Path, Path]]) -> S
 def _spooled(name: str, copy: Path) -> Source:
     with copy.open("wb") as target:
         if name == "-":
+            if sys.stdin is None:
+                raise UserError("standard input: is closed; expected text on it")
             shutil.copyfileobj(sys.stdin.buffer, target)
         else:
             with Path(name).open("rb") as pipe:
@@ -163,8 +165,7 @@ def read_text(
                 carried = "\r" if text.endswith("\r") else ""
                 yield same_newlines(text[: len(text) - len(carried)])
             pending = len(decoder.getstate()[0])
-            decoder.decode(b"", final=True)
-            yield carried
+            yield same_newlines(carried + decoder.decode(b"", final=True))
     except UnicodeError as error:  # some codecs give no place
         place = f"byte {position - pending + error.start}: " if isinstance(error, UnicodeDecodeError) else ""
         reason = error.reason if isinstance(error, UnicodeDecodeError) else reason_of(error)

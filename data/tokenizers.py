@@ -285,13 +285,15 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     Raises:
         ValueError: the text is not one.
     """
-    content = json.loads(text)
     try:
+        content = json.loads(text)
         if content["name"] == "char":
+            if not isinstance(content["characters"], str):
+                raise ValueError("its characters are no text")
             return CharTokenizer(content["characters"])
         if content["name"] == "byte":
             return ByteTokenizer()
         ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
         return BPETokenizer(str(content["name"]), str(content["pattern"]), ranks, int(content["end_of_text"]))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from config.errors import UserError, reason_of
+from data.dataset import Metadata
 from data.files import written_whole
 from data.tokenizers import Tokenizer, tokenizer_from_json
 from model import GPT, GPTConfig
@@ -68,6 +70,13 @@ def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
         raise UserError(
             f"{path}: format version {content['format_version']}, this program reads {FORMAT_VERSION}; use a newer one"
         )
+    try:
+        Metadata.model_validate({name: value for name, value in content["data"].items() if name != "folder"})
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(f"{path}: its record of the data does not serve ({place})") from None
+    if content["step"] < 0 or not isinstance(content["data"].get("folder"), str):
+        raise UserError(f"{path}: its step or data folder does not serve; expected a checkpoint of train.py")
     return content
 
 
@@ -90,7 +99,7 @@ def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -
             model = GPT(config)
         model.to_empty(device="cpu")
         model.load_state_dict(without_prefixes(content["model"]))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
             f"{path}: its weights and its architecture do not fit together: {' '.join(lines)[:400]}"

@@ -155,6 +155,12 @@ class Optimizer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(dict(state))
+            names = {"momentum_buffer"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+            for parameter, values in part.state.items():
+                # The fused kernels do not look, and would read beyond the end of a smaller tensor.
+                shapes = {name: getattr(value, "shape", None) for name, value in values.items()}
+                if shapes != {name: torch.Size() if name == "step" else parameter.shape for name in names}:
+                    raise ValueError(f"{shapes} for a parameter of shape {tuple(parameter.shape)}")
         for group, values in zip(self.param_groups, settings, strict=True):
             group.update(values)
 

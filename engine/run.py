@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from config.command_line import Given, checked, overlaid, plain_values, to_toml
+from config.command_line import Given, checked, overlaid, plain_values, read_given, to_toml
 from config.errors import UserError
 from config.schema import PreparationFields, TrainSettings
 from data.dataset import PreparedData
@@ -58,6 +58,9 @@ def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
     if not resume:
         if path.exists():
             raise UserError(f"{out_dir}: already holds a run; add --resume to go on with it, or name another --out_dir")
+        for name in ("best.pt", "metrics.jsonl", "settings.toml"):
+            if (out_dir / name).exists() and not _began_here(out_dir):
+                raise UserError(f"{out_dir}: holds a {name} that this run would replace; name another --out_dir")
         return None
     checkpoint = load_checkpoint(path, lazily=False)
     if "optimizer" not in checkpoint or not isinstance(checkpoint.get("settings"), dict):
@@ -67,6 +70,15 @@ def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
     return checkpoint
 
 
+def _began_here(out_dir: Path) -> bool:
+    """Whether all there is in a directory is a run that ended before it saved anything."""
+    try:
+        read_given(TrainSettings, [str(out_dir / "settings.toml")], takes_preset=True)
+    except UserError:
+        return False
+    return not (out_dir / "best.pt").exists()
+
+
 def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> TrainSettings:
     """The settings of a saved run, with the changes that the command line makes now; a preset changes nothing.
 
@@ -74,8 +86,10 @@ def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> Tr
         UserError: a change that the weights or tokens cannot follow, with both values.
     """
     settings = checked(TrainSettings, overlaid(TrainSettings, saved, given.command_line))
+    # Data that is prepared already is compared by its hashes, in `open_data`.
+    by_hash = set(PreparationFields.model_fields) if settings.data_dir else set()
     for name in FIXED:
-        if name in saved and getattr(settings, name) != saved[name]:
+        if name in saved and name not in by_hash and getattr(settings, name) != saved[name]:
             raise UserError(
                 f"{name} = {getattr(settings, name)}: the run in {out_dir} was made with {name} = {saved[name]}; "
                 f"leave --{name} out, or start a new run with another --out_dir"
@@ -247,8 +261,8 @@ class Run:
             if checkpoint["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(checkpoint["scaler"])
             self.progress = Progress(
-                checkpoint["step"], checkpoint["best_loss"], checkpoint["evaluations_without_better"]
+                checkpoint["step"], float(checkpoint["best_loss"]), int(checkpoint["evaluations_without_better"])
             )
-            self.wandb_id = checkpoint["wandb_id"]
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self.wandb_id = None if checkpoint["wandb_id"] is None else str(checkpoint["wandb_id"])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None

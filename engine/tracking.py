@@ -36,19 +36,28 @@ class MetricsFile:
 
     def _lines(self) -> list[dict[str, Any]]:
         lines = []
-        for text in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []:
+        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # a line that was cut off when the machine stopped
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 lines.append(line)
         return lines
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append one line and hand it to the operating system at once."""
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        """Append one line and hand it to the operating system at once.
+
+        Raises:
+            UserError: the disk does not take it.
+        """
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume"
+            ) from None
 
 
 class Tracker:

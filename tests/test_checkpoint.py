@@ -21,6 +21,12 @@ from engine.checkpoint import (
 from model import GPT, GPTConfig
 
 TOKENIZER = CharTokenizer("abc")
+DATA = {
+    "format_version": 1, "source": "s", "source_sha256": "0", "documents": 1, "characters": 9, "bytes": 9,
+    "encoding": "utf-8", "parse_special": False, "tokenizer": "char", "tokenizer_sha256": "0",
+    "requested_vocab_size": 300, "vocab_size": 4, "dtype": "uint16", "val_fraction": 0.1, "train_tokens": 9,
+    "val_tokens": 0, "train_sha256": "0", "val_sha256": "0", "folder": "f",
+}  # fmt: skip
 
 
 def gpt(**changes: Any) -> GPT:
@@ -28,7 +34,7 @@ def gpt(**changes: Any) -> GPT:
 
 
 def content(model: GPT) -> dict[str, Any]:
-    return {**model_content(model, TOKENIZER), "step": 3, "data": {}}
+    return {**model_content(model, TOKENIZER), "step": 3, "data": DATA}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,16 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     for tokenizer in (CharTokenizer("abcdef").to_json(), "nonsense", "[]"):
         with pytest.raises(UserError, match=r"c\.pt: its tokenizer"):
             tokenizer_from_checkpoint({**content(gpt()), "tokenizer": tokenizer}, tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": -5}, {"step": "3"}, {"data": {}}, {"data": {**DATA, "documents": "x"}}, {"data": {**DATA, "folder": 5}}],
+)
+def test_K08_a_checkpoint_with_impossible_content_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", {**content(gpt()), **change})
+    with pytest.raises(UserError, match=r"c\.pt: "):
+        load_checkpoint(tmp_path / "c.pt")
 
 
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:

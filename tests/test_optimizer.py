@@ -160,3 +160,19 @@ def test_T02_a_loss_scaler_takes_or_skips_an_update_as_a_whole() -> None:
     scaler.scale(model(idx, idx)[1]).backward()
     scaler.step(optimizer)
     assert not torch.equal(model.token_embedding.weight, start["token_embedding.weight"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_state_of_another_shape_is_refused(optimizer: str) -> None:
+    """The fused kernels would read beyond its end."""
+    made = make_optimizer(tiny(), TrainSettings(optimizer=optimizer))
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    made.step()
+    for part, name in ((0, "exp_avg" if optimizer == "adamw" else "momentum_buffer"), (-1, "exp_avg_sq")):
+        for broken in (torch.zeros(3), None, [1.0]):
+            states = copy.deepcopy(made.state_dict())
+            states[part]["state"][0][name] = broken
+            with pytest.raises(ValueError, match="for a parameter of shape"):
+                made.load_state_dict(states)

@@ -437,6 +437,44 @@ def test_the_text_itself_is_never_in_danger(here: Path) -> None:
     assert (prepared.folder / "input.txt").read_text() == "second text, second text"
 
 
+@pytest.mark.parametrize("name", ["train.bin", "meta.json", "tokenizer.json"])
+def test_a_text_with_the_name_of_one_of_our_files_is_never_replaced(name: str, here: Path) -> None:
+    (here / "d").mkdir()
+    (here / "d" / name).write_text("some text " * 9)
+    (here / "other.txt").write_text("other text " * 9)
+    for source in (f"d/{name}", "d", "other.txt"):
+        assert_clean_error(run_prepare(source, "--tokenizer=char", "--out_dir=d"), name)
+    assert [path.name for path in (here / "d").iterdir()] == [name]
+    assert (here / "d" / name).read_text() == "some text " * 9
+
+
+def test_a_prepared_folder_inside_the_text_does_not_become_part_of_it(here: Path) -> None:
+    (here / "nest").mkdir()
+    (here / "nest" / "a.txt").write_text("some text " * 9)
+    assert run_prepare("nest", "--tokenizer=char", "--out_dir=nest/out").status == 0
+    assert_clean_error(run_prepare("nest", "--tokenizer=char", "--out_dir=nest/out"), "nest/out")
+
+
+def test_D02_the_end_of_a_text_is_never_dropped(here: Path) -> None:
+    data = prepare_file(
+        here, b"hello, world. " * 40 + b"tail +AGEAYgBjAGQAZQBm", "--encoding=utf-7", "--tokenizer=char"
+    )
+    assert data.tokenizer.decode(prepared_ids(data.folder)).endswith("tail abcdef")
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_D17_files_without_any_text_are_a_clean_error(tokenizer: str, here: Path) -> None:
+    (here / "marks").mkdir()
+    for i in range(5):
+        (here / "marks" / f"{i}.txt").write_bytes(b"\xef\xbb\xbf")
+    assert_clean_error(run_prepare("marks", f"--tokenizer={tokenizer}", "--out_dir=out"), "marks", "no text")
+
+
+def test_D02_half_a_surrogate_pair_is_a_clean_error(here: Path) -> None:
+    (here / "text.txt").write_text("ok " * 30 + "\\ud800")
+    assert_clean_error(run_prepare("text.txt", "--encoding=unicode_escape", "--out_dir=out"), "text.txt", "surrogate")
+
+
 def test_the_working_directory_may_be_the_prepared_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "text.txt").write_text("some text")
     (here / "inside").mkdir()

@@ -179,6 +179,46 @@ def test_C07_every_whole_number_and_rate_of_every_schema_has_a_lower_bound() -> 
 
 
 @pytest.mark.parametrize(
+    "argument",
+    [
+        "--batch_size=1e19",
+        "--n_layer=1e6",
+        "--n_embd=1e30",
+        "--block_size=1e30",
+        "--device=cuda:99999999999",
+        "--max_iters=1e10",
+    ],
+)
+def test_C07_sizes_beyond_any_machine_are_refused(argument: str) -> None:
+    assert argument.lstrip("-").split("=")[0] in refusal(argument)
+
+
+def test_C07_an_update_beyond_any_memory_is_refused() -> None:
+    assert "2**40" in refusal("--batch_size=1e9", "--gradient_accumulation_steps=1e9")
+
+
+@pytest.mark.parametrize("argument", ["--text=caf\udce9.txt", "--out_dir=r\udce9", "\udcff.toml"])
+def test_D02_bytes_that_are_no_utf8_are_refused(argument: str) -> None:
+    assert "not UTF-8" in refusal(argument)
+
+
+@pytest.mark.parametrize("preset", ["quick.yaml", "quick.tom", ""])
+def test_C04_a_name_that_only_begins_like_a_preset_is_refused(preset: str) -> None:
+    assert "preset" in refusal(preset)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["seed = " + "9" * 5000, "a = " + "[" * 50000, 'out_dir = "a\\u0000b"', "seed = 1979-05-27"],
+    ids=str.__len__,
+)
+def test_C05_odd_presets_are_refused(text: str, tmp_path: Path) -> None:
+    preset = tmp_path / "preset.toml"
+    preset.write_text(text + "\n")
+    assert "expected" in refusal(str(preset)) or str(preset) in refusal(str(preset))
+
+
+@pytest.mark.parametrize(
     ("schema", "arguments", "words"),
     [
         (TrainSettings, ["--text=a", "--data_dir=b"], "both given"),

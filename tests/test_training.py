@@ -239,6 +239,59 @@ def test_a_new_run_never_overwrites_an_old_one(here: Path, char_run: Path, char_
     assert (char_run / "last.pt").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["settings.toml", "metrics.jsonl", "best.pt"])
+def test_files_of_the_user_in_a_run_directory_are_never_replaced(name: str, here: Path, char_data: Path) -> None:
+    (here / "run").mkdir()
+    (here / "run" / name).write_text("precious = 1")
+    assert_clean_error(run_train(f"--data_dir={char_data}", "--out_dir=run", *TINY, "--max_iters=1"), name, "--out_dir")
+    assert (here / "run" / name).read_text() == "precious = 1"
+
+
+def test_a_run_that_ended_before_it_saved_may_be_begun_again(here: Path, char_data: Path) -> None:
+    train_on(char_data, "run", "--max_iters=1")
+    for name in ("last.pt", "best.pt"):
+        (here / "run" / name).unlink()
+    train_on(char_data, "run", "--max_iters=2")
+    assert load_checkpoint(here / "run" / "last.pt")["step"] == 2
+
+
+def test_data_that_was_moved_may_be_named_on_resuming(here: Path) -> None:
+    (here / "text.txt").write_text(TEXT)
+    assert run_train("--text=text.txt", "--tokenizer=char", "--out_dir=run", *TINY, "--max_iters=2").status == 0
+    [folder] = (here / "prepared").iterdir()
+    folder.rename(here / "moved")
+    outcome = run_train("--out_dir=run", "--resume", "--max_iters=3", "--data_dir=moved")
+    assert outcome.status == 0, outcome.stderr
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100000], ids=["no text", "deep"])
+def test_L04_a_metrics_file_that_was_damaged_does_not_stop_a_run(content: bytes, here: Path, char_data: Path) -> None:
+    train_on(char_data, "run", "--max_iters=2")
+    (here / "run" / "metrics.jsonl").write_bytes(content)
+    train_on(char_data, "run", "--resume", "--max_iters=4")
+    assert [line["step"] for line in metrics("run") if "loss" in line] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["optimizer"][0]["state"][0].update(exp_avg=torch.zeros(3)),
+        lambda c: c["optimizer"][0].update(state=None),
+        lambda c: c.update(best_loss="x"),
+        lambda c: c.pop("wandb_id"),
+        lambda c: c["model_config"].update(n_head=4),
+        lambda c: c["settings"].update({5: 1}),
+        lambda c: c["settings"].pop("block_size"),
+    ],
+)
+def test_K08_a_checkpoint_with_impossible_state_is_refused(change: Any, here: Path, char_data: Path) -> None:
+    train_on(char_data, "run", "--max_iters=2")
+    content = load_checkpoint(here / "run" / "last.pt", lazily=False)
+    change(content)
+    torch.save(content, here / "run" / "last.pt")
+    assert_clean_error(run_train("--out_dir=run", "--resume", "--max_iters=4"), "")
+
+
 def test_resuming_where_there_is_no_run_is_refused(here: Path) -> None:
     assert_clean_error(run_train("--resume", "--out_dir=nowhere"), "nowhere/last.pt", "no such checkpoint")
 
@@ -428,7 +481,7 @@ def test_a_disk_that_fills_up_is_a_clean_error_and_the_last_checkpoint_stays(
 
 
 def test_out_of_memory_is_a_clean_error(here: Path, char_data: Path) -> None:
-    outcome = run_train(f"--data_dir={char_data}", "--out_dir=run", *TINY, "--batch_size=1e14", "--max_iters=1")
+    outcome = run_train(f"--data_dir={char_data}", "--out_dir=run", *TINY, "--n_embd=1e9", "--max_iters=1")
     assert_clean_error(outcome, "out of memory", "--batch_size")
 
 
