@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     changes = {"attention_impl": settings.attention_impl} if settings.attention_impl else {}
     model = model_from_checkpoint(checkpoint, path, **changes).to(device, dtype).eval()
     text = prompt_text(settings)
-    prompt = prompt_ids(text, tokenizer, settings, documents=checkpoint["data"].get("documents", 1))
+    prompt = prompt_ids(text, tokenizer, settings, documents=checkpoint["data"]["documents"])
     size = f"{model.parameter_count():,} parameters"
     note(f"{path}: step {checkpoint['step']:,}, {size}, on {device} in {dtype} ({reason})")
     del checkpoint  # on Windows a file that is mapped cannot be replaced

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.command_line import checked, overlaid, read_given
+from config.command_line import checked, read_given
 from config.errors import UserError, run_command
 from config.schema import TrainSettings
 from data.batches import TrainingBatches, validation_batches
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     out_dir, resume = place_of_run(given)
     checkpoint = checkpoint_to_resume(out_dir, resume)
     if checkpoint is None:
-        settings = checked(TrainSettings, overlaid(TrainSettings, given.preset, given.command_line))
+        settings = checked(TrainSettings, given.values)
     else:
         settings = settings_to_resume(checkpoint["settings"], given, out_dir)
     settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})

@@ -103,10 +103,16 @@ def _read_preset(name: str, schema: type[Settings]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Given:
-    """What the user gave, not yet checked: on the command line, and in a preset of some name."""
+    """What the user gave, not yet checked.
+
+    Attributes:
+        command_line: the values given there.
+        values: those and the preset's.
+        preset_name: the preset, if any.
+    """
 
     command_line: dict[str, Any]
-    preset: dict[str, Any]
+    values: dict[str, Any]
     preset_name: str | None
 
 
@@ -126,7 +132,8 @@ def read_given(schema: type[Settings], argv: list[str], *, takes_preset: bool = 
         raise UserError(f"{unknown[0]}: not expected here; settings are given as --name=value")
     command_line = vars(namespace)
     name = command_line.pop("preset", None)
-    return Given(command_line, {} if name is None else _read_preset(name, schema), name)
+    preset = {} if name is None else _read_preset(name, schema)
+    return Given(command_line, overlaid(schema, preset, command_line), name)
 
 
 def _is_text(value: str) -> bool:
@@ -185,8 +192,7 @@ def parse(schema: type[SettingsType], argv: list[str], *, takes_preset: bool = F
     Raises:
         UserError: as `read_given` and `checked`.
     """
-    given = read_given(schema, argv, takes_preset=takes_preset)
-    return checked(schema, overlaid(schema, given.preset, given.command_line))
+    return checked(schema, read_given(schema, argv, takes_preset=takes_preset).values)
 
 
 def plain_values(settings: Settings) -> dict[str, Any]:

@@ -57,9 +57,8 @@ def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # the archive reader has many ways to fail, all of them meaning this
-        reason = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"{path}: cannot be read as a checkpoint, it is damaged or another kind of file ({reason})"
+            f"{path}: cannot be read as a checkpoint, it is damaged or another kind of file ({reason_of(error)})"
         ) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, expected a checkpoint of train.py")

@@ -41,8 +41,7 @@ def place_of_run(given: Given) -> tuple[Path, bool]:
         UserError: one of these settings is wrong; the others may only be right beside those of the saved run.
     """
     names = {"out_dir", "resume", "text", "data_dir"}
-    values = overlaid(TrainSettings, given.preset, given.command_line)
-    settings = checked(TrainSettings, {name: value for name, value in values.items() if name in names})
+    settings = checked(TrainSettings, {name: value for name, value in given.values.items() if name in names})
     own = given.command_line.get("text") or given.command_line.get("data_dir")
     name = safe_name(own or given.preset_name or settings.text or settings.data_dir or "stdlib")
     return Path(settings.out_dir or Path("runs") / name), settings.resume

@@ -144,5 +144,5 @@ def _start_wandb(out_dir: Path, settings: TrainSettings, wandb_id: str | None) -
             settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS),
         )
     except Exception as error:  # wandb's own errors, and those of the network under it
-        reason = reason_of(error)
-        raise UserError(f"wandb = {settings.wandb}: cannot start ({reason}); use --wandb=offline or disabled") from None
+        advice = "use --wandb=offline or disabled"
+        raise UserError(f"wandb = {settings.wandb}: cannot start ({reason_of(error)}); {advice}") from None
