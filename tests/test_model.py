@@ -195,6 +195,14 @@ def test_K06_both_paths_have_the_same_state_and_can_be_cropped(position: str) ->
             model.crop_block_size(6)
 
 
+def test_K06_nothing_in_the_state_depends_on_the_context_but_a_learned_table() -> None:
+    """A mask or a rotary table in the state would keep weights from a model with another block_size."""
+    short, long = gpt(position="rotary", block_size=5), gpt(position="rotary", block_size=9)
+    short.load_state_dict(long.state_dict(), strict=True)
+    idx = tokens(2, 5)
+    torch.testing.assert_close(short(idx)[0], long(idx)[0], atol=1e-12, rtol=0)
+
+
 def test_note_12_add_norm_places_the_norm_as_said() -> None:
     x, sublayer = torch.randn(2, 3, 8), torch.nn.Linear(8, 8)
     for norm, expected in (
