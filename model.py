@@ -10,18 +10,20 @@ D = C // H the head width, V = vocab_size.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Literal["gelu", "gelu_tanh"]
 AttentionImpl = Literal["manual", "sdpa"]
 NormPlacement = Literal["post", "pre"]
 PositionKind = Literal["learned", "rotary"]
 
 IGNORED_TARGET = -1  # a target with this id takes no part in the loss
+LOGITS_AT_ONCE = 1 << 25  # a loss over more of them than this is taken in chunks
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class GPTConfig:
     attention_impl: AttentionImpl = "manual"
     norm_placement: NormPlacement = "post"
     position: PositionKind = "learned"
+    activation: Activation = "gelu"
     tied_head: bool = True
     vocab_padding_multiple: int = 1
 
@@ -67,6 +70,7 @@ class GPTConfig:
             ("attention_impl", ("manual", "sdpa")),
             ("norm_placement", ("post", "pre")),
             ("position", ("learned", "rotary")),
+            ("activation", ("gelu", "gelu_tanh")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: expected {' or '.join(choices)}")
@@ -144,7 +148,7 @@ def apply_causal_score_mask(scores: Tensor, key_padding_mask: Tensor | None = No
     that, and overflows in float16.
 
     Args:
-        scores: (..., T, S); with a padding mask (B, H, T, S) or (B, T, S).
+        scores: (..., T, S), finite; with a padding mask (B, H, T, S) or (B, T, S).
         key_padding_mask: (B, S) bool, True = padding = blocked.
 
     Returns:
@@ -160,7 +164,8 @@ def apply_causal_score_mask(scores: Tensor, key_padding_mask: Tensor | None = No
     blocked = blocked_keys(scores.shape[0], T, S, scores.device, key_padding_mask)
     if scores.dim() == 3 and key_padding_mask is not None:
         blocked = blocked.squeeze(1)  # (B, T, S)
-    return scores.masked_fill(blocked, -torch.inf)
+    # Added, not filled in: the backward pass then has nothing to do, as a weight of 0 already has gradient 0.
+    return scores + torch.zeros_like(blocked, dtype=scores.dtype).masked_fill(blocked, -torch.inf)
 
 
 def normalize_attention_scores(
@@ -181,7 +186,8 @@ def normalize_attention_scores(
     Returns:
         Weights (..., T, S) in the dtype of the scores.
     """
-    safe_dtype = torch.float32 if scores.dtype in (torch.float16, torch.bfloat16) else scores.dtype
+    # The CPU's kernel computes in float32 inside whatever it is given, and converting first costs two more passes.
+    safe_dtype = torch.float32 if scores.dtype.itemsize < 4 and not scores.is_cpu else scores.dtype
     if has_empty_rows:
         empty_rows = (scores == -torch.inf).all(dim=-1, keepdim=True)  # (..., T, 1)
         weights = scores.masked_fill(empty_rows, 0.0).softmax(dim=-1, dtype=safe_dtype).masked_fill(empty_rows, 0.0)
@@ -324,8 +330,8 @@ class RotaryPositions(ExactConstants):
     Source: Su et al. 2021, "RoFormer", section 3.2.2; base 10000, first half paired with second half.
     """
 
-    cosines: Tensor  # (block_size, D/2)
-    sines: Tensor  # (block_size, D/2)
+    cosines: Tensor  # (block_size, D), the same for both halves
+    sines: Tensor  # (block_size, D), negative in the first half
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -337,20 +343,27 @@ class RotaryPositions(ExactConstants):
         D = self.config.head_width
         frequencies = 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)  # (D/2,)
         angles = torch.outer(torch.arange(self.config.block_size, dtype=torch.float64), frequencies)
-        return {"cosines": angles.cos().to(dtype), "sines": angles.sin().to(dtype)}
+        sines = angles.sin()
+        return {
+            "cosines": angles.cos().repeat(1, 2).to(dtype),
+            "sines": torch.cat((-sines, sines), dim=-1).to(dtype),
+        }
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (T,) or (B, T) -> cosines and sines (T, D/2) or (B, 1, T, D/2), to fit (B, H, T, D/2)."""
+        """Positions (T,) or (B, T) -> cosines and sines (T, D) or (B, 1, T, D), to fit (B, H, T, D)."""
         cosines, sines = self.cosines[positions], self.sines[positions]
         return (cosines, sines) if positions.dim() == 1 else (cosines.unsqueeze(1), sines.unsqueeze(1))
 
 
 def rotate_by_position(vectors: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair of numbers of queries or keys (B, H, T, D) by its position's angle; same shape and dtype."""
+    """Turn each pair of numbers of queries or keys (B, H, T, D) by its position's angle; same shape and dtype.
+
+    The pair (a, b), one from each half, becomes (a cos - b sin, b cos + a sin).
+    """
     cosines, sines = rotation
-    first, second = vectors.chunk(2, dim=-1)  # (B, H, T, D/2) each
-    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-    return turned.to(vectors.dtype)
+    wide = vectors.to(cosines.dtype)
+    partners = wide.roll(wide.shape[-1] // 2, dims=-1)  # the halves changed over
+    return torch.addcmul(wide * cosines, partners, sines).to(vectors.dtype)
 
 
 class MultiHeadAttention(ExactConstants):
@@ -375,6 +388,13 @@ class MultiHeadAttention(ExactConstants):
 
     def constants(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"scale": torch.tensor(math.sqrt(self.config.head_width), dtype=dtype)}
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the three projections make of x (B, T, C), (B, T, C) each: one product with their stacked weights."""
+        layers = (self.query, self.key, self.value)
+        weight = torch.cat([layer.weight for layer in layers])  # (3C, C)
+        bias = torch.cat([layer.bias for layer in layers]) if self.config.bias else None  # (3C,)
+        return F.linear(x, weight, bias).chunk(3, dim=-1)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, H, T, D). View first, transpose after: the other order would mix positions."""
@@ -418,9 +438,7 @@ class MultiHeadAttention(ExactConstants):
         Returns:
             (B, T, C), and the weights (B, H, T, S) when asked for, else None.
         """
-        queries = self.split_heads(self.query(x))  # (B, H, T, D)
-        keys = self.split_heads(self.key(x))  # (B, H, T, D)
-        values = self.split_heads(self.value(x))  # (B, H, T, D)
+        queries, keys, values = map(self.split_heads, self.queries_keys_values(x))  # (B, H, T, D) each
         if rotation is not None:
             queries, keys = rotate_by_position(queries, rotation), rotate_by_position(keys, rotation)
         if cache is not None:
@@ -458,12 +476,17 @@ class AddNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two projections with a GELU between, four times as wide inside (GPT-2's tanh form of GELU)."""
+    """Two projections with a GELU between, four times as wide inside.
+
+    `gelu_tanh` is GPT-2's approximation of GELU; the exact one takes a third of its time on a CPU.
+
+    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.expand = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.activation = nn.GELU(approximate="tanh")
+        self.activation = nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
         self.output = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -500,6 +523,60 @@ class DecoderBlock(nn.Module):
         x = self.attention_add_norm(x, self_attention)
         x = self.feed_forward_add_norm(x, self.feed_forward)
         return x, weights
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of logits (N, V) at targets (N,), in float32 or wider; () in nats per token."""
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of the head's logits, a chunk of positions at a time, so that they never exist all at once.
+
+    A chunk's logits are made, turned into their own gradient and dropped in the forward pass already; the
+    backward pass only scales what was collected.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+    ) -> Tensor:
+        """(N, C) hidden states, (padded vocabulary, C) weight and (N,) targets -> the mean loss ()."""
+        device = hidden.device.type
+        autocasts = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if autocasts else hidden.dtype
+        wide_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+        head = weight.to(dtype)
+        total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if with_gradients else None
+        d_weight = None
+        chunks = math.ceil(len(targets) * weight.shape[0] / LOGITS_AT_ONCE)
+        chunk = math.ceil(len(targets) / chunks)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            states, scored = hidden[rows].to(dtype), (targets[rows] != IGNORED_TARGET)[:, None]  # (n, C), (n, 1)
+            chosen = targets[rows, None].clamp(min=0)  # (n, 1)
+            logits = states @ head.T  # (n, padded vocabulary)
+            logits[:, vocab_size:] = -torch.inf
+            log_probabilities = logits.log_softmax(dim=-1, dtype=wide_dtype)
+            total -= log_probabilities.gather(1, chosen).masked_fill(~scored, 0.0).sum()
+            if d_hidden is not None:
+                d_logits = log_probabilities.exp_().scatter_add_(1, chosen, -torch.ones_like(chosen, dtype=wide_dtype))
+                d_logits = d_logits.mul_(scored).to(dtype)
+                d_hidden[rows] = d_logits @ head
+                d_head = (d_logits.T @ states).to(weight.dtype)
+                d_weight = d_head if d_weight is None else d_weight.add_(d_head)
+        count = (targets != IGNORED_TARGET).sum()
+        ctx.gradients = d_hidden, d_weight, count
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Gradients of hidden states and weight."""
+        d_hidden, d_weight, count = ctx.gradients
+        ctx.gradients = None  # a second backward pass would find them scaled
+        return d_hidden.mul_(d_loss / count), d_weight.mul_(d_loss / count), None, None, None
 
 
 class GPT(nn.Module):
@@ -603,16 +680,15 @@ class GPT(nn.Module):
         """Next-token scores: (..., C) -> (..., V)."""
         return self.padded_logits(hidden)[..., : self.config.vocab_size]
 
-    @overload
-    def forward(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        return_attention_weights: Literal[False] = False,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy (B, T, C), (B, T) -> () in nats per token, without holding all the logits."""
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        if len(targets) * self.config.padded_vocab_size <= LOGITS_AT_ONCE:
+            return cross_entropy(self.padded_logits(hidden), targets)
+        weight = self.head_weight
+        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        apply: Callable[..., Tensor] = ChunkedCrossEntropy.apply
+        return apply(hidden, weight, targets, self.config.vocab_size, with_gradients)
 
     @overload
     def forward(
@@ -622,6 +698,31 @@ class GPT(nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        return_logits: Literal[True] = True,
+        return_attention_weights: Literal[False] = False,
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    @overload
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        return_logits: Literal[False],
+        return_attention_weights: Literal[False] = False,
+    ) -> tuple[None, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        return_logits: Literal[True] = True,
         return_attention_weights: Literal[True],
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]: ...
 
@@ -632,8 +733,9 @@ class GPT(nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        return_logits: bool = True,
         return_attention_weights: bool = False,
-    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, list[Tensor]]:
+    ) -> tuple[Tensor | None, Tensor | None] | tuple[Tensor | None, Tensor | None, list[Tensor]]:
         """Scores for every next token, and how well they predict `targets` (teacher forcing).
 
         Args:
@@ -641,6 +743,7 @@ class GPT(nn.Module):
             targets: (B, T), the token that follows each of idx; IGNORED_TARGET takes no part.
             key_padding_mask: (B, S) bool over cached and new positions, True = padding.
             cache: earlier keys and values; the new ones are appended.
+            return_logits: False gives None in their place, and spares the memory that they take.
             return_attention_weights: also return each layer's weights, before dropout; takes the manual path.
 
         Returns:
@@ -654,15 +757,13 @@ class GPT(nn.Module):
         hidden = self.hidden_states(
             idx, key_padding_mask=key_padding_mask, cache=cache, attention_weights=attention_weights
         )
-        logits = self.padded_logits(hidden)  # (B, T, padded vocabulary)
-        loss = None
-        if targets is not None:
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float() if logits.dtype.itemsize < 4 else logits.flatten(0, 1),
-                targets.flatten(),
-                ignore_index=IGNORED_TARGET,
-            )
-        logits = logits[..., : self.config.vocab_size]  # (B, T, V)
+        logits = loss = None
+        if return_logits:
+            padded = self.padded_logits(hidden)  # (B, T, padded vocabulary)
+            logits = padded[..., : self.config.vocab_size]  # (B, T, V)
+            loss = None if targets is None else cross_entropy(padded.flatten(0, 1), targets.flatten())
+        elif targets is not None:
+            loss = self.loss(hidden, targets)
         return (logits, loss) if attention_weights is None else (logits, loss, attention_weights)
 
     def crop_block_size(self, block_size: int) -> None:

@@ -15,10 +15,10 @@ from config.schema import SampleSettings
 from data.sources import same_newlines
 from data.tokenizers import Tokenizer
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, tokenizer_from_checkpoint
+from engine.decoding import NextLogits
 from engine.device import choose_device, choose_dtype
 from engine.generation import generate
 from engine.text_stream import stream_text
-from model import GPT
 
 
 def main(argv: list[str]) -> None:
@@ -38,26 +38,34 @@ def main(argv: list[str]) -> None:
     del checkpoint  # on Windows a file that is mapped cannot be replaced
     if len(prompt) > model.config.block_size:
         note(f"the prompt has {len(prompt):,} tokens; the model sees the last {model.config.block_size:,} of them")
+    if settings.context_shift > model.config.block_size:
+        raise UserError(
+            f"context_shift = {settings.context_shift}: expected at most the model's context of "
+            f"{model.config.block_size} tokens"
+        )
+    positions = len(prompt) + settings.max_new_tokens
+    next_logits = NextLogits(model, 1, kv_cache=settings.kv_cache, positions=positions)
     for sample in range(settings.num_samples):
         if settings.num_samples > 1:
             print(f"--- sample {sample + 1} of {settings.num_samples}")
-        print_sample(model, tokenizer, text, prompt, settings, sample)
+        print_sample(next_logits, tokenizer, text, prompt, settings, sample)
 
 
 def print_sample(
-    model: GPT, tokenizer: Tokenizer, text: str, prompt: list[int], settings: SampleSettings, sample: int
+    next_logits: NextLogits, tokenizer: Tokenizer, text: str, prompt: list[int], settings: SampleSettings, sample: int
 ) -> None:
     """The prompt and its completion, each piece as soon as it is known."""
     tokens = generate(
-        model,
-        torch.tensor([prompt], device=model.device),
+        next_logits.model,
+        torch.tensor([prompt], device=next_logits.model.device),
         settings.max_new_tokens,
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
         seed=settings.seed,
         first_sample=sample,
-        kv_cache=settings.kv_cache,
+        context_shift=settings.context_shift,
+        next_logits=next_logits,
     )
     print(text, end="", flush=True)
     ids = (int(token) for token in tokens)

@@ -21,7 +21,14 @@ from config.schema import TrainSettings
 from data.batches import TrainingBatches, validation_batches
 from data.dataset import PreparedData
 from engine.checkpoint import model_from_checkpoint
-from engine.device import autocast, choose_device, choose_dtype, compiled_or_eager, describe_device
+from engine.device import (
+    autocast,
+    choose_device,
+    choose_dtype,
+    compiled_or_eager,
+    describe_device,
+    keep_freed_memory,
+)
 from engine.evaluation import Evaluation, evaluate
 from engine.optimizer import learning_rate_at, make_optimizer
 from engine.run import Run, checkpoint_to_resume, open_data, place_of_run, settings_to_resume
@@ -40,6 +47,7 @@ def main(argv: list[str]) -> None:
     else:
         settings = settings_to_resume(checkpoint["settings"], given, out_dir)
     settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
+    keep_freed_memory()
     device = choose_device(settings.device)
     dtype, dtype_reason = choose_dtype(settings.dtype, device, training=True)
     data = open_data(settings, checkpoint)
@@ -114,7 +122,7 @@ def update(
         if settings.dropout > 0:
             torch.manual_seed(dropout_seed(settings.seed, step, micro_step))
         with autocast(inputs.device, dtype):
-            _, loss = forward(inputs, targets)
+            _, loss = forward(inputs, targets, return_logits=False)
         loss = loss / settings.gradient_accumulation_steps
         run.scaler.scale(loss).backward()
         parts.append(loss.detach())

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from model import AttentionImpl, GPTConfig, NormPlacement, PositionKind
+from model import Activation, AttentionImpl, GPTConfig, NormPlacement, PositionKind
 
 
 def _whole_number(value: Any) -> Any:
@@ -112,6 +112,9 @@ class TrainSettings(PreparationFields):
         GPTConfig.norm_placement, description="LayerNorm after each residual sum, or before each sublayer"
     )
     position: PositionKind = Field(GPTConfig.position, description="a learned table, or rotation of queries and keys")
+    activation: Activation = Field(
+        GPTConfig.activation, description="GELU itself, or GPT-2's approximation of it, which is slower on a CPU"
+    )
     tied_head: bool = Field(GPTConfig.tied_head, description="the head reuses the token embedding")
     vocab_padding_multiple: Whole = Field(
         GPTConfig.vocab_padding_multiple, ge=1, description="round embedding rows up to this (64 suits GPUs)"
@@ -180,6 +183,9 @@ class SampleSettings(Settings):
     dtype: Dtype = Field("auto", description="precision of the weights and the arithmetic")
     attention_impl: Literal["", "manual", "sdpa"] = Field("", description="attention path (empty: as trained)")
     kv_cache: bool = Field(True, description="keep keys and values instead of recomputing them")
+    context_shift: Whole = Field(
+        0, ge=0, description="tokens forgotten at once when the context is full; 1 is slow (0: a quarter of it)"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch.overrides import TorchFunctionMode
 
 from config.errors import UserError, reason_of
 from data.dataset import Metadata
@@ -17,7 +18,7 @@ from data.files import written_whole
 from data.tokenizers import Tokenizer, tokenizer_from_json
 from model import GPT, GPTConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FOREIGN_PREFIXES = ("_orig_mod.", "module.")  # torch.compile's and DistributedDataParallel's
 REQUIRED = {"format_version": int, "model": dict, "model_config": dict, "tokenizer": str, "step": int, "data": dict}
 
@@ -65,10 +66,15 @@ def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
     for name, kind in REQUIRED.items():
         if not isinstance(content.get(name), kind):
             raise UserError(f"{path}: has no {name} ({kind.__name__}), expected a checkpoint of train.py")
-    if content["format_version"] != FORMAT_VERSION:
+    if not 1 <= content["format_version"] <= FORMAT_VERSION:
         raise UserError(
-            f"{path}: format version {content['format_version']}, this program reads {FORMAT_VERSION}; use a newer one"
+            f"{path}: format version {content['format_version']}, this program reads 1 to {FORMAT_VERSION}; use a "
+            f"newer one"
         )
+    if content["format_version"] == 1:  # from before there was a choice
+        for values in (content["model_config"], content.get("settings")):
+            if isinstance(values, dict):
+                values["activation"] = "gelu_tanh"
     try:
         Metadata.model_validate({name: value for name, value in content["data"].items() if name != "folder"})
     except ValidationError as error:
@@ -77,6 +83,16 @@ def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
     if content["step"] < 0 or not isinstance(content["data"].get("folder"), str):
         raise UserError(f"{path}: its step or data folder does not serve; expected a checkpoint of train.py")
     return content
+
+
+class NoInitialWeights(TorchFunctionMode):
+    """Modules made inside have memory but no initial weights: no time goes into numbers that are overwritten."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass over torch.nn.init, and do everything else."""
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -> GPT:
@@ -93,10 +109,8 @@ def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -
     known = {field.name for field in fields(GPTConfig)}
     try:
         config = GPTConfig(**{**{key: content["model_config"][key] for key in known}, **changes})
-        # Built without memory first, so that no time goes into initial weights that are overwritten.
-        with torch.device("meta"):
+        with NoInitialWeights():
             model = GPT(config)
-        model.to_empty(device="cpu")
         model.load_state_dict(without_prefixes(content["model"]))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -67,7 +67,7 @@ def evaluate(
     with evaluation_mode(model):
         for inputs, targets in batches:
             with autocast(inputs.device, dtype):
-                _, loss = model(inputs, targets)
+                _, loss = model(inputs, targets, return_logits=False)
             nats += loss.item() * targets.numel()
             tokens += targets.numel()
             text_bytes += int(byte_lengths[targets].sum())

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.decoding import NextLogits
 from engine.evaluation import evaluation_mode
-from model import GPT, KVCache
+from model import GPT
 
 
 def generate(
@@ -24,12 +25,14 @@ def generate(
     seed: int = 0,
     first_sample: int = 0,
     kv_cache: bool = True,
+    context_shift: int = 0,
+    next_logits: NextLogits | None = None,
 ) -> Iterator[Tensor]:
     """Continue every row of a prompt, without dropout and without gradients.
 
-    The model sees the last block_size tokens. Until the window is full, the cache saves recomputing earlier
-    positions; once it slides, every position changes, so the window is computed afresh for each token, with
-    a cache or without, and both give the same ids.
+    The model sees a window of at most block_size tokens, and the cache saves recomputing its earlier positions.
+    When the window is full, its oldest `context_shift` tokens are forgotten; every position then changes, so that
+    what is left is computed afresh, with a cache or without, and both give the same ids.
 
     Args:
         model: in any mode; its mode is restored after every token.
@@ -41,6 +44,10 @@ def generate(
         seed, first_sample: row b draws from a random stream of its own that depends on seed and
             first_sample + b alone.
         kv_cache: keep keys and values between tokens.
+        context_shift: 1 keeps the window full, at the price of computing it for every token; 0 = a quarter of
+            block_size, so that three quarters are always seen.
+        next_logits: made earlier for this model and as many rows, so that several calls share its preparation;
+            decides on the cache, too.
 
     Yields:
         (B,) the next token id of every row.
@@ -51,41 +58,34 @@ def generate(
     """
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"the prompt has shape {tuple(prompt.shape)}: expected (B, T) with at least one token")
+    block_size = model.config.block_size
+    if not 0 <= context_shift <= block_size:
+        raise ValueError(f"context_shift = {context_shift}: expected 0 to block_size = {block_size}")
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature} and top_k {top_k} must not be negative, top_p {top_p} in (0, 1]")
-    block_size = model.config.block_size
     streams = [sample_stream(seed, first_sample + row) for row in range(prompt.shape[0])]
-    cache = _new_cache(model, prompt.shape[0], prompt.shape[1] + max_new_tokens) if kv_cache else None
+    if next_logits is None:
+        positions = prompt.shape[1] + max_new_tokens
+        next_logits = NextLogits(model, prompt.shape[0], kv_cache=kv_cache, positions=positions)
+    next_logits.clear()
     window = prompt[:, -block_size:]  # (B, at most block_size)
     for position in range(max_new_tokens):
         with evaluation_mode(model):
-            logits = _next_logits(model, window, cache)  # (B, V)
+            logits = next_logits(window)  # (B, V)
             if not bool(torch.isfinite(logits).all()):
                 raise FloatingPointError(f"the logits are not finite at new token {position + 1}")
             uniforms = torch.tensor([stream.random() for stream in streams], dtype=torch.float64)
             next_ids = choose_tokens(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p)
-            window = torch.cat((window, next_ids[:, None]), dim=1)[:, -block_size:]
+            if window.shape[1] == block_size:
+                window = window[:, context_shift or max(1, block_size // 4) :]
+                next_logits.clear()
+            window = torch.cat((window, next_ids[:, None]), dim=1)
         yield next_ids.clone()  # outside inference mode, so that it may also go into training
 
 
 def sample_stream(seed: int, sample: int) -> np.random.Generator:
     """The random stream of one sample: Philox keyed by seed and sample, the same on every device."""
     return np.random.Generator(np.random.Philox(key=[seed, sample]))
-
-
-def _new_cache(model: GPT, batch_size: int, positions: int) -> KVCache:
-    weight = model.token_embedding.weight
-    length = min(model.config.block_size, positions)
-    return KVCache(model.config, batch_size, device=weight.device, dtype=weight.dtype, max_length=length)
-
-
-def _next_logits(model: GPT, window: Tensor, cache: KVCache | None) -> Tensor:
-    """Logits (B, V) after the window (B, T), of which the cache may hold the first positions."""
-    if cache is None:
-        return model.logits(model.hidden_states(window)[:, -1])
-    if cache.length >= model.config.block_size:
-        cache.clear()
-    return model.logits(model.hidden_states(window[:, cache.length :], cache=cache)[:, -1])
 
 
 def choose_tokens(
@@ -106,20 +106,21 @@ def choose_tokens(
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    # On the CPU in float64: the same logits give the same draw on every device, and the vocabulary is small.
+    # On the CPU, so that the same logits give the same draw on every device.
+    candidates, ids = logits.cpu(), None  # (B, V)
+    if 0 < top_k < candidates.shape[-1]:
+        candidates, ids = candidates.topk(top_k, dim=-1)  # (B, k)
     # Subtracting the largest first keeps a tiny temperature from overflowing.
-    scaled = logits.cpu().double()
-    scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / temperature  # (B, V), 0 at the likeliest
-    if 0 < top_k < scaled.shape[-1]:
-        values, indices = scaled.topk(top_k, dim=-1)
-        scaled = torch.full_like(scaled, -torch.inf).scatter(-1, indices, values)
+    candidates = candidates if candidates.dtype == torch.float64 else candidates.float()
+    scaled = (candidates - candidates.amax(dim=-1, keepdim=True)) / temperature  # 0 at the likeliest
     probabilities = scaled.softmax(dim=-1)
     if top_p < 1:
         probabilities = _nucleus(probabilities, top_p)
-    cumulative = probabilities.cumsum(dim=-1)
-    # The first id whose cumulative probability exceeds the draw; ids of probability 0 are never that.
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    # The first candidate whose cumulative probability exceeds the draw; those of probability 0 are never that.
     draws = (uniforms * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, draws, right=True)[:, 0].to(logits.device)
+    chosen = torch.searchsorted(cumulative, draws, right=True)  # (B, 1)
+    return (chosen if ids is None else ids.gather(-1, chosen))[:, 0].to(logits.device)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

@@ -26,7 +26,7 @@ from model import GPT
 
 # What the saved weights, optimizer state and tokens are made for; the rest may change when a run goes on.
 FIXED = (
-    "block_size", "n_layer", "n_head", "n_embd", "bias", "norm_placement", "position", "tied_head",
+    "block_size", "n_layer", "n_head", "n_embd", "bias", "norm_placement", "position", "activation", "tied_head",
     "vocab_padding_multiple", "optimizer", *PreparationFields.model_fields,
 )  # fmt: skip
 

@@ -1,7 +1,9 @@
 """Checkpoints: whole or not at all, plain data, and loadable wherever they come from."""
 
 import errno
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from engine.checkpoint import (
     tokenizer_from_checkpoint,
 )
 from model import GPT, GPTConfig
+from tests.conftest import REPOSITORY, TEXT, run_sample, run_train
 
 TOKENIZER = CharTokenizer("abc")
 DATA = {
@@ -211,3 +214,19 @@ def test_sampling_does_not_read_what_it_does_not_need(tmp_path: Path) -> None:
     resident = sum(int(line.split()[1]) for i in start for line in lines[i : i + 4] if line.startswith("Rss:"))
     assert start and resident < 1024, "of 16 MiB"
     assert loaded["optimizer"]["large"].numel() == 1 << 22
+
+
+def test_K07_a_checkpoint_of_format_1_still_samples_and_goes_on(here: Path) -> None:
+    """Saved by the program as it was before the activation was a setting; so are the figures here."""
+    (here / "run").mkdir()
+    shutil.copy(REPOSITORY / "tests" / "checkpoints" / "format1.pt", here / "run" / "last.pt")
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    sampled = run_sample(
+        "--out_dir=run", "--prompt=Line 1", "--temperature=0", "--max_new_tokens=60", "--context_shift=1"
+    )
+    assert sampled.stdout == "Line 1: the the the the qumps the the the the the the the the the \n"
+    resumed = run_train("--out_dir=run", "--resume", "--max_iters=130")
+    assert resumed.status == 0, resumed.stderr
+    last = json.loads((here / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert last["step"] == 130 and last["val_loss"] == pytest.approx(0.9916451382187178, abs=1e-4)
+    assert load_checkpoint(here / "run" / "last.pt")["model_config"]["activation"] == "gelu_tanh"

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, IGNORED_TARGET, AddNorm, GPTConfig, KVCache
 
@@ -286,3 +288,79 @@ def test_casting_the_model_does_not_round_the_rotary_tables() -> None:
 def test_C06_C07_an_impossible_architecture_is_refused_by_name(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GPTConfig(**changes)  # type: ignore[arg-type]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most numbers that any result inside had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("at_once", [1, 5 * 24, 47 * 24])
+def test_a_loss_taken_in_chunks_has_the_value_and_the_gradients_of_the_whole(
+    tied: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gpt(tied_head=tied, vocab_padding_multiple=8).double()  # 23 ids in 24 rows
+    idx, targets = tokens(6, 8), tokens(6, 8)
+    targets[0, :5] = IGNORED_TARGET
+    _, whole = model(idx, targets)
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+    _, small = model(idx, targets, return_logits=False)
+    assert torch.equal(small, whole), "few logits are taken at once"
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", at_once)
+    none, loss = model(idx, targets, return_logits=False)
+    assert none is None
+    torch.testing.assert_close(loss, whole)
+    for chunked, gradient in zip(torch.autograd.grad(loss / 4, list(model.parameters())), expected, strict=True):
+        torch.testing.assert_close(chunked, gradient / 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(idx, targets, return_logits=False)[1], whole)
+
+
+def test_the_logits_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, idx = gpt(vocab_size=4000), tokens(6, 8)
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 10 * 4000)
+    with LargestTensor() as whole:
+        model(idx, idx)[1].backward()
+    with LargestTensor() as chunked:
+        model(idx, idx, return_logits=False)[1].backward()
+    assert whole.numbers == 6 * 8 * 4000 and chunked.numbers <= 4000 * 16, "then the largest is the head's gradient"
+
+
+def test_a_loss_in_chunks_is_not_rounded_to_the_precision_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, idx = gpt().float(), tokens(6, 8)
+    monkeypatch.setattr("model.LOGITS_AT_ONCE", 23)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (_, whole), (_, loss) = model(idx, idx), model(idx, idx, return_logits=False)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=1e-6)
+    loss.backward()
+    with pytest.raises(TypeError):  # rather than wrong gradients
+        loss.backward()
+
+
+def test_the_stacked_projection_is_that_of_the_three_layers() -> None:
+    for bias in (True, False):
+        attention = gpt(bias=bias).double().blocks[0].attention
+        x = torch.randn(2, 5, attention.config.n_embd, dtype=torch.float64)
+        for stacked, layer in zip(
+            attention.queries_keys_values(x), (attention.query, attention.key, attention.value), strict=True
+        ):
+            torch.testing.assert_close(stacked, layer(x))
+
+
+def test_X01_both_forms_of_gelu_are_those_of_their_papers() -> None:
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    exact = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    for activation, expected in (("gelu", exact), ("gelu_tanh", tanh)):
+        torch.testing.assert_close(gpt(activation=activation).blocks[0].feed_forward.activation(x), expected)
+    assert (exact - tanh).abs().max() > 1e-4

@@ -216,7 +216,7 @@ def test_T06_when_compiling_fails_training_goes_on_without(
     here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(model: torch.nn.Module) -> Any:
-        def call(*arguments: object) -> None:
+        def call(*arguments: object, **named: object) -> None:
             raise RuntimeError("no C++ compiler\nmany\nlines")
 
         return call
