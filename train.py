@@ -36,6 +36,8 @@ from engine.signals import StopSignals
 from engine.tracking import Tracker
 from model import GPT
 
+VALIDATION_TOKENS_AT_ONCE = 8192  # at least, as small batches cost the more time the smaller they are
+
 
 def main(argv: list[str]) -> None:
     """Set up a run, say what it is, train it."""
@@ -180,7 +182,10 @@ def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | Non
     if not len(tokens):
         return None
     windows = validation_batches(
-        tokens, block_size=run.settings.block_size, batch_size=run.settings.batch_size, device=device
+        tokens,
+        block_size=run.settings.block_size,
+        batch_size=max(run.settings.batch_size, VALIDATION_TOKENS_AT_ONCE // run.settings.block_size),
+        device=device,
     )
     byte_lengths = torch.from_numpy(run.data.tokenizer.byte_lengths()).to(device)
     result = evaluate(run.model, windows, byte_lengths, dtype)
