@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,8 @@ PREPARED, DOWNLOADS = DATA / "prepared", DATA / "downloads"
 FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")  # the last makes the folder valid
 STAGING_PREFIX = ".preparing-"
 PIECE_LIMIT = 1 << 26  # characters without a place to cut; more would be encoded in unbounded memory
-PIECES_AT_ONCE = 2 * (os.cpu_count() or 1)
+PIECES_AT_ONCE = 8 * (os.cpu_count() or 1)
+BPE_LEARNS_FROM = 1 << 26  # bytes; of a larger text, pieces spread evenly over it teach the same merges in less time
 
 
 @dataclass
@@ -215,12 +216,23 @@ def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenize
             characters.update(piece)
         tokenizer = CharTokenizer(characters)
     elif learns_bpe:
-        tokenizer = train_bpe(counted(), options.vocab_size)
+        share = min(1.0, BPE_LEARNS_FROM / max(1, source.size()))
+        tokenizer = train_bpe(_spread(counted(), share), options.vocab_size)
     else:
         tokenizer = ByteTokenizer() if options.tokenizer == "byte" else named_encoding(options.tokenizer)
         for _ in counted():
             pass
     return tokenizer, totals
+
+
+def _spread(pieces: Iterable[str], share: float) -> Iterator[str]:
+    """So large a share of the pieces, spread evenly over all of them, the first among them."""
+    due = 1.0 - share
+    for piece in pieces:
+        due += share
+        if due >= 1.0:
+            due -= 1.0
+            yield piece
 
 
 def _encode_to_file(

@@ -7,9 +7,11 @@ exactly one end-of-text id, which stands between documents and is never produced
 import base64
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # the character path works where tiktoken cannot be imported
 
 END_OF_TEXT = "<|endoftext|>"
 TokenIds = npt.NDArray[np.uint32]
+CORES = os.cpu_count() or 1
 
 # GPT-2's pattern (Radford et al. 2019) with numbers cut into threes, and with a bound on white space, whose
 # unbounded form overflows the stack of the regex engine on about a million blanks in a row.
@@ -212,7 +215,8 @@ class BPETokenizer(Tokenizer):
         for text in texts:
             text.encode("utf-8")
         try:
-            encoded = self._encoding.encode_ordinary_batch(texts)
+            with ThreadPoolExecutor(CORES) as threads:  # tiktoken lets go of Python's lock while it encodes
+                return list(threads.map(self._encode_one, texts))
         except BaseException as error:  # tiktoken's Rust panics are no Exceptions
             if type(error).__name__ != "PanicException":
                 raise
@@ -220,7 +224,9 @@ class BPETokenizer(Tokenizer):
                 f"the {self.name} tokenizer cannot encode this text, probably a run of very many characters without "
                 f"a break; use --tokenizer=char or byte"
             ) from None
-        return [np.array(ids, dtype=np.uint32) for ids in encoded]
+
+    def _encode_one(self, text: str) -> TokenIds:
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def safe_prefix(self, text: str, *, parse_special: bool = False) -> int:
         # The end-of-text marker holds no blank and no line break, so no cut falls into it.
@@ -249,7 +255,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     import rustbpe
 
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, pattern=BPE_PATTERN)
+    trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, buffer_size=CORES, pattern=BPE_PATTERN)
     by_rank = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
     ranks = [token for _, token in by_rank]
     return BPETokenizer("bpe", BPE_PATTERN, [*ranks, b""], end_of_text=len(ranks))

@@ -16,6 +16,7 @@ import data.sources
 from config.errors import UserError
 from data.dataset import Metadata, PreparedData, TokenFile, read_metadata, to_stored, token_dtype
 from data.download import download
+from data.preparation import _spread
 from data.sources import Document, open_source, read_text
 from tests.conftest import TINY, assert_clean_error, run_prepare, run_train, script
 
@@ -585,3 +586,19 @@ def test_metadata_counts_and_hashes_are_those_of_the_files(char_data: Path) -> N
         assert hashlib.sha256((char_data / name).read_bytes()).hexdigest() == digest
     text = PreparedData(char_data).tokenizer.decode(prepared_ids(char_data))
     assert (meta.characters, meta.bytes, meta.documents) == (len(text), len(text.encode()), 1)
+
+
+def test_D09_merges_of_a_large_text_are_learned_from_pieces_spread_over_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(_spread(map(str, range(10)), 1.0)) == [str(i) for i in range(10)]
+    assert list(_spread(map(str, range(9)), 1 / 3)) == ["0", "3", "6"]
+    assert len(list(_spread(map(str, range(1000)), 0.37))) == pytest.approx(370, abs=1)
+    (here / "text.txt").write_text("the cat sat on the mat\n" * 100_000, encoding="utf-8")
+    merges = []
+    for limit in (1 << 26, 1 << 20):
+        monkeypatch.setattr("data.preparation.BPE_LEARNS_FROM", limit)
+        outcome = run_prepare("text.txt", "--tokenizer=bpe", "--vocab_size=270", f"--out_dir={limit}")
+        assert outcome.status == 0, outcome.stderr
+        merges.append((here / str(limit) / "tokenizer.json").read_text(encoding="utf-8"))
+    assert merges[0] == merges[1], "the same text everywhere teaches the same merges"
