@@ -31,7 +31,9 @@ test: $(VENV)/.development  ## check style and types, and run every test
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest
 
-bench: $(VENV)/.development  ## measure the attention paths and generation here, into bench/results/
+bench: $(VENV)/.development  ## measure here, beside the peers, into bench/results/ (half an hour)
+	$(RUN) -m bench.peers
+	$(RUN) -m bench.commands
 	$(RUN) -m bench.attention
 	$(RUN) -m bench.generation
 

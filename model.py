@@ -251,7 +251,7 @@ class LayerKVCache:
         self.length = 0
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store T new positions, (B, H, T, D) each; return all S so far, (B, H, S, D) each.
+        """Store T new positions, (B, H, T, D) each; return all S so far, (B, H, S, D) each, in the cache's dtype.
 
         Raises:
             ValueError: the cache has no room for T more positions.
@@ -273,7 +273,8 @@ class KVCache:
     Args:
         config: of the model that will use it.
         batch_size: B.
-        device, dtype: those of the model's keys.
+        device: that of the model.
+        dtype: of what is stored; a wider one than the model's is brought back to the model's when it is used.
         max_length: positions to make room for; block_size when not given.
     """
 
@@ -442,7 +443,7 @@ class MultiHeadAttention(ExactConstants):
         if rotation is not None:
             queries, keys = rotate_by_position(queries, rotation), rotate_by_position(keys, rotation)
         if cache is not None:
-            keys, values = cache.append(keys, values)  # (B, H, S, D)
+            keys, values = (stored.to(x.dtype) for stored in cache.append(keys, values))  # (B, H, S, D)
         weights = None
         if self.config.attention_impl == "manual" or return_attention_weights:
             context, weights = self.manual_attention(queries, keys, values, key_padding_mask, return_attention_weights)
@@ -625,6 +626,15 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Trained numbers in the model, a tied head counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def operations_per_token(self) -> int:
+        """Floating-point operations of a forward and backward pass for one token of a full context.
+
+        Source: Chowdhery et al. 2022, "PaLM", appendix B: 6 for each parameter in a matrix product, and attention's.
+        """
+        looked_up = self.position_embedding.weight.numel() if self.config.position == "learned" else 0
+        used = self.parameter_count() - looked_up
+        return 6 * used + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
     def positions_of(self, T: int, cached: int, key_padding_mask: Tensor | None) -> Tensor:
         """Positions (T,) of the new tokens; (B, T) with padding, which does not count."""

@@ -28,6 +28,7 @@ from engine.device import (
     compiled_or_eager,
     describe_device,
     keep_freed_memory,
+    peak_flops,
 )
 from engine.evaluation import Evaluation, evaluate
 from engine.optimizer import learning_rate_at, make_optimizer
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
+    run.peak_flops = peak_flops(settings.peak_flops, device, dtype)
     if checkpoint is not None:
         run.restore(checkpoint)
     print(summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"))
@@ -161,15 +163,17 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
     if not math.isfinite(loss) or not (math.isfinite(gradient_norm) or run.scaler.is_enabled()):
         raise run.divergence(f"the loss is {loss}, the gradient's norm {gradient_norm}")
     speed = tracker.updates_per_second(step) * batches.tokens_per_step
+    utilisation = None if run.peak_flops is None else speed * run.model.operations_per_token() / run.peak_flops
     tracker.record(
         step,
         loss=loss,
         gradient_norm=gradient_norm if math.isfinite(gradient_norm) else None,
         learning_rate=learning_rate_at(step - 1, run.settings),
         tokens_per_second=round(speed),
+        **({} if utilisation is None else {"mfu": utilisation}),
         tokens=step * batches.tokens_per_step,
     )
-    tracker.show(loss, speed)
+    tracker.show(loss, speed, utilisation)
 
 
 def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | None:

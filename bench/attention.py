@@ -3,48 +3,26 @@
 python -m bench.attention
 """
 
-from collections.abc import Callable
-
-import torch
-
-from bench.timing import time_in_turn, write_table
-from engine.device import autocast
-from model import GPTConfig, MultiHeadAttention
-
-TOKENS = 4096  # in a batch, whatever its length
-N_EMBD, N_HEAD = 256, 4
-LENGTHS = (64, 128, 256, 512, 1024, 2048)
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-def training_step(path: str, length: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """A function that runs one forward and backward pass."""
-    config = GPTConfig(block_size=length, n_embd=N_EMBD, n_head=N_HEAD, attention_impl=path)  # type: ignore[arg-type]
-    attention = MultiHeadAttention(config).to(device)
-    x = torch.randn(TOKENS // length, length, N_EMBD, device=device)
-
-    def step() -> None:
-        with autocast(device, dtype):
-            output, _ = attention(x)
-        output.float().square().mean().backward()
-        attention.zero_grad(set_to_none=True)
-
-    return step
+from bench.cases import ATTENTION_DTYPES, ATTENTION_LENGTHS, ATTENTION_TOKENS
+from bench.processes import time_cases_in_turn
+from bench.timing import write_table
 
 
 def main() -> None:
-    """Time both paths at every length and precision and write the table."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Time both paths at every length and precision, each in a process of its own, and write the table."""
+    nothing = time_cases_in_turn(["nothing"], rounds=1)["nothing"].peak_megabytes
     rows = []
-    for dtype in DTYPES:
-        for length in LENGTHS:
-            timings = time_in_turn({path: training_step(path, length, dtype, device) for path in ("manual", "sdpa")})
-            ratio = timings["manual"].median / timings["sdpa"].median
-            name = str(dtype).removeprefix("torch.")
-            rows.append([name, str(length), str(timings["manual"]), str(timings["sdpa"]), f"{ratio:.2f}"])
+    for dtype in ATTENTION_DTYPES:
+        for length in ATTENTION_LENGTHS:
+            names = [f"attention {path} {dtype} {length}" for path in ("manual", "sdpa")]
+            manual, sdpa = time_cases_in_turn(names, rounds=7).values()
+            ratio = manual.timing.median / sdpa.timing.median
+            memory = [f"{measured.peak_megabytes - nothing:,.0f}" for measured in (manual, sdpa)]
+            rows.append([dtype, str(length), str(manual.timing), str(sdpa.timing), f"{ratio:.2f}", *memory])
             print(" ".join(rows[-1]), flush=True)
-    title = f"Manual and fused attention, forward and backward, {TOKENS} tokens of width {N_EMBD} in {N_HEAD} heads"
-    columns = ["dtype", "T", "manual, ms (min to max)", "sdpa, ms (min to max)", "manual / sdpa"]
+    title = f"Manual and fused attention, forward and backward, {ATTENTION_TOKENS} tokens of width 256 in 4 heads"
+    times = ["manual, ms (min to max)", "sdpa, ms (min to max)", "manual / sdpa"]
+    columns = ["dtype", "T", *times, "manual, peak MB", "sdpa, peak MB"]
     print(write_table("attention", title, "python -m bench.attention", columns, rows))
 
 

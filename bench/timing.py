@@ -58,15 +58,16 @@ def time_in_turn(
 
 
 def _seconds(run: Callable[[], object], repeats: int) -> float:
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
-    _synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait until the GPU, if there is one, has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -97,6 +97,9 @@ class TrainSettings(PreparationFields):
     device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: Dtype = Field("auto", description="precision of the matrix products; weights are kept in float32")
     compile: bool = Field(False, description="compile the model with torch.compile")
+    peak_flops: Number = Field(
+        0.0, ge=0, description="the device's peak operations per second, to show its utilisation (0: where it is known)"
+    )
 
     # model
     block_size: Whole = Field(GPTConfig.block_size, ge=1, description="context length in tokens")

@@ -50,7 +50,9 @@ class NextLogits:
             return
         weight, config = model.token_embedding.weight, model.config
         length = min(config.block_size, positions or config.block_size)
-        self.cache = KVCache(config, batch_size, device=weight.device, dtype=weight.dtype, max_length=length)
+        # One query against many keys is several times slower in half precision on a CPU than in float32.
+        dtype = torch.float32 if weight.is_cpu and weight.dtype.itemsize < 4 else weight.dtype
+        self.cache = KVCache(config, batch_size, device=weight.device, dtype=dtype, max_length=length)
         self.step: Function | None = None
         if weight.device.type == "cpu":
             self.step = SinglePosition(model, self.cache)
@@ -177,12 +179,13 @@ class SinglePosition:
             queries, keys = rotate_by_position(projected[:, : 2 * H], rotation).chunk(2, dim=1)
             values = projected[:, 2 * H :]
         keys, values = layer.append(keys, values)  # (B, H, S, D)
+        queries = queries.to(keys.dtype)
         if self.config.attention_impl == "manual":
             scores = attention_score_matrix(queries, keys, block.scale)  # (B, H, 1, S), nothing to mask
             context = weighted_value_context(normalize_attention_scores(scores, has_empty_rows=False), values)
         else:
             context = fused_attention(queries, keys, values)
-        return block.attention_output(context.view(B, self.config.n_embd))
+        return block.attention_output(context.view(B, self.config.n_embd).to(x.dtype))
 
 
 def feed_forward(block: QuickBlock, x: Tensor) -> Tensor:
@@ -253,6 +256,7 @@ class CapturedStep(StaticStep):
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> Tensor:
+        """As above, recorded by the first call."""
         if self.graph is None:
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())

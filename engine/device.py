@@ -5,6 +5,7 @@ CUDA is asked nothing unless the device may be CUDA.
 
 import contextlib
 import ctypes
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,13 @@ from model import GPT
 
 # Processor features that multiply bfloat16 natively; without one, bfloat16 is emulated and slower than float32.
 CPU_BFLOAT16 = ("avx512_bf16", "amx_bf16", "sve_bf16", "bf16")
+
+# Peak dense operations per second with 16-bit numbers, from the vendor's data sheets, by a word of the device's name.
+KNOWN_PEAKS = {
+    "V100": 125e12, "T4": 65e12, "A100": 312e12, "L4": 121e12, "L40S": 362e12, "H100": 989e12, "H200": 989e12,
+    "B200": 2250e12,
+}  # fmt: skip
+SLOWER_FORMS = {"PCIe", "NVL", "MIG", "GH200"}  # other peaks under the same names, which nobody should be told
 
 
 def choose_device(requested: str) -> torch.device:
@@ -86,6 +94,23 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def peak_flops(requested: float, device: torch.device, dtype: torch.dtype) -> float | None:
+    """The operations per second that utilisation is measured against, or None where nobody knows them.
+
+    Args:
+        requested: the user's figure, 0 for none.
+        device: CUDA devices are looked up by name; nothing else is.
+        dtype: of the matrix products; the known peaks are those of 16-bit numbers.
+    """
+    if requested:
+        return requested
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    words = set(re.split(r"[^A-Za-z0-9]+", torch.cuda.get_device_name(device)))
+    found = [peak for name, peak in KNOWN_PEAKS.items() if name in words]
+    return found[0] if found and not words & SLOWER_FORMS else None
 
 
 def describe_device(device: torch.device) -> str:

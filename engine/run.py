@@ -182,6 +182,7 @@ class Run:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.progress = Progress()
         self.wandb_id: str | None = None
+        self.peak_flops: float | None = None  # of the device, where it is known
 
     @property
     def patience_is_over(self) -> bool:

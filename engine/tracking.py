@@ -117,9 +117,10 @@ class Tracker:
         if self.wandb_run is not None:
             self.wandb_run.log(values, step=step)
 
-    def show(self, loss: float, tokens_per_second: float) -> None:
+    def show(self, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
         """Put the latest numbers on the bar."""
-        self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s")
+        share = "" if utilisation is None else f", {utilisation:.1%} of peak"
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s{share}")
 
     def say(self, line: str) -> None:
         """Print a line above the bar; a reader that went away does not stop the training."""

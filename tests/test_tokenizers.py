@@ -229,7 +229,7 @@ def test_D10_a_panic_of_the_encoder_becomes_a_clean_error() -> None:
         """As pyo3 raises it: no Exception."""
 
     class Panicking:
-        def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+        def encode_to_numpy(self, text: str, *, disallowed_special: tuple[str, ...]) -> np.ndarray:
             raise PanicException("StackOverflow")
 
     tokenizer = BPETokenizer("gpt2", "", [b"x", b""], end_of_text=1)

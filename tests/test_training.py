@@ -16,7 +16,8 @@ import engine.device
 import train
 from config.schema import TrainSettings
 from data.dataset import PreparedData
-from engine.checkpoint import load_checkpoint
+from engine.checkpoint import load_checkpoint, model_from_checkpoint
+from engine.device import peak_flops
 from engine.tracking import MetricsFile
 from model import GPTConfig
 from tests.conftest import REPOSITORY, TEXT, TINY, Outcome, assert_clean_error, run_prepare, run_train, script
@@ -643,3 +644,39 @@ def test_every_setting_of_training_is_used_somewhere() -> None:
     code += (REPOSITORY / "data/preparation.py").read_text().replace("options.", "settings.")
     for name in TrainSettings.model_fields:
         assert f"settings.{name}" in code or name in GPTConfig.__dataclass_fields__, name
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_P01_a_peak_is_only_known_of_devices_that_have_it(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert peak_flops(0.0, cuda, torch.bfloat16) == peak
+    assert peak_flops(0.0, cuda, torch.float32) is None and peak_flops(0.0, cpu, torch.bfloat16) is None
+    assert peak_flops(5e9, cuda, torch.float32) == peak_flops(5e9, cpu, torch.bfloat16) == 5e9
+
+
+def test_P01_utilisation_is_shown_for_a_given_peak_and_never_otherwise(here: Path, char_data: Path) -> None:
+    silent = train_on(char_data, "silent", "--max_iters=20")
+    shown = train_on(char_data, "shown", "--max_iters=20", "--peak_flops=1e12")
+    assert "of peak" not in silent.stderr and "of peak" in shown.stderr
+    assert not any("mfu" in line for line in metrics(here / "silent"))
+    line = next(line for line in metrics(here / "shown") if line["step"] == 20 and "loss" in line)
+    model = model_from_checkpoint(load_checkpoint(here / "shown" / "last.pt"), here)
+    # 4,464 parameters less 32 x 16 of the position table, and attention's 12 x layers x width x context.
+    assert model.operations_per_token() == 6 * (model.parameter_count() - 512) + 12 * 1 * 16 * 32
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * model.operations_per_token() / 1e12, rel=1e-3)
