@@ -23,6 +23,7 @@ NormPlacement = Literal["post", "pre"]
 PositionKind = Literal["learned", "rotary"]
 
 IGNORED_TARGET = -1  # a target with this id takes no part in the loss
+LONGEST_CONTEXT = 1 << 20
 LOGITS_AT_ONCE = 1 << 25  # a loss over more of them than this is taken in chunks
 
 
@@ -55,6 +56,8 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "vocab_padding_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        if self.block_size > LONGEST_CONTEXT:
+            raise ValueError(f"block_size = {self.block_size}: expected at most {LONGEST_CONTEXT}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout = {self.dropout}: expected 0 or more and less than 1")
         if self.n_embd % self.n_head:
@@ -84,6 +87,15 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head: vocab_size rounded up to vocab_padding_multiple."""
         return math.ceil(self.vocab_size / self.vocab_padding_multiple) * self.vocab_padding_multiple
+
+    @property
+    def parameter_count(self) -> int:
+        """Trained numbers in a model of this architecture, a tied head counted once."""
+        C, norm = self.n_embd, self.n_embd * (1 + self.bias)
+        block = 12 * C * C + 9 * C * self.bias + 2 * norm
+        embeddings = self.padded_vocab_size * C * (1 if self.tied_head else 2)
+        positions = self.block_size * C if self.position == "learned" else 0
+        return self.n_layer * block + embeddings + positions + (norm if self.norm_placement == "pre" else 0)
 
 
 # --- Attention, step by step ------------------------------------------------------------------------

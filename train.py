@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.command_line import checked, read_given
+from config.command_line import Given, checked, read_given
 from config.errors import UserError, run_command
 from config.schema import TrainSettings
 from data.batches import TrainingBatches, validation_batches
@@ -32,7 +32,7 @@ from engine.device import (
 )
 from engine.evaluation import Evaluation, evaluate
 from engine.optimizer import learning_rate_at, make_optimizer
-from engine.run import Run, checkpoint_to_resume, open_data, place_of_run, settings_to_resume
+from engine.run import Run, checkpoint_to_resume, open_data, place_of_run, settings_to_resume, sole_use
 from engine.signals import StopSignals
 from engine.tracking import Tracker
 from model import GPT
@@ -41,9 +41,15 @@ VALIDATION_TOKENS_AT_ONCE = 8192  # at least, as small batches cost the more tim
 
 
 def main(argv: list[str]) -> None:
-    """Set up a run, say what it is, train it."""
+    """Train in the run directory that the command line means."""
     given = read_given(TrainSettings, argv, takes_preset=True)
     out_dir, resume = place_of_run(given)
+    with sole_use(out_dir):
+        begin(given, out_dir, resume)
+
+
+def begin(given: Given, out_dir: Path, resume: bool) -> None:
+    """Start a run in its directory, or go on with the one that is there."""
     checkpoint = checkpoint_to_resume(out_dir, resume)
     if checkpoint is None:
         settings = checked(TrainSettings, given.values)
@@ -134,12 +140,36 @@ def update(
     run.scaler.unscale_(optimizer)
     gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
     gradient_norm = torch.nn.utils.get_total_norm(gradients)
-    if settings.grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), settings.grad_clip, gradient_norm)
-    run.scaler.step(optimizer)
+    loss = torch.stack(parts).sum()
+    if is_to_be_made(run, loss, gradient_norm, step):
+        if settings.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), settings.grad_clip, gradient_norm)
+        run.scaler.step(optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
-    return torch.stack(parts).sum(), gradient_norm
+    return loss, gradient_norm
+
+
+def is_to_be_made(run: Run, loss: Tensor, gradient_norm: Tensor, step: int) -> bool:
+    """Whether an update is sound; one that is not is left out as often as the settings allow.
+
+    A GPU is asked only where the answer is logged or updates may be left out, since asking makes it wait.
+
+    Raises:
+        UserError: it is not sound, and no more may be left out.
+    """
+    settings, logged = run.settings, is_due(step + 1, run.settings.log_interval, run.settings.max_iters)
+    if not (loss.device.type == "cpu" or logged or settings.skip_nonfinite):
+        return True
+    # A loss scaler finds its scale by trying, and leaves out itself the updates whose gradients overflow.
+    values = [loss.item()] if run.scaler.is_enabled() else [loss.item(), gradient_norm.item()]
+    if all(map(math.isfinite, values)):
+        return True
+    run.progress.skipped += 1
+    if run.progress.skipped > settings.skip_nonfinite:
+        run.progress.step = step + 1
+        raise run.divergence(f"the loss is {loss.item()}, the gradient's norm {gradient_norm.item()}")
+    return False
 
 
 def dropout_seed(seed: int, step: int, micro_step: int) -> int:
@@ -153,24 +183,18 @@ def is_due(step: int, interval: int, max_iters: int) -> bool:
 
 
 def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: float, gradient_norm: float) -> None:
-    """Write down one update.
-
-    Raises:
-        UserError: its loss or gradient is not finite.
-    """
+    """Write down one update; numbers that are not finite have no place in JSON."""
     step = run.progress.step
-    # A loss scaler finds its scale by trying, and skips the updates whose gradients overflow.
-    if not math.isfinite(loss) or not (math.isfinite(gradient_norm) or run.scaler.is_enabled()):
-        raise run.divergence(f"the loss is {loss}, the gradient's norm {gradient_norm}")
     speed = tracker.updates_per_second(step) * batches.tokens_per_step
     utilisation = None if run.peak_flops is None else speed * run.model.operations_per_token() / run.peak_flops
     tracker.record(
         step,
-        loss=loss,
+        loss=loss if math.isfinite(loss) else None,
         gradient_norm=gradient_norm if math.isfinite(gradient_norm) else None,
         learning_rate=learning_rate_at(step - 1, run.settings),
         tokens_per_second=round(speed),
         **({} if utilisation is None else {"mfu": utilisation}),
+        **({"skipped": run.progress.skipped} if run.progress.skipped else {}),
         tokens=step * batches.tokens_per_step,
     )
     tracker.show(loss, speed, utilisation)
@@ -219,6 +243,8 @@ def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
         sys.exit(128 + signal_number)
     if run.patience_is_over and done < settings.max_iters:
         tracker.say(f"stopped early at step {done:,}: {settings.patience} validations without a better one")
+    if run.progress.skipped:
+        tracker.say(f"{run.progress.skipped} of the updates had no finite loss or gradient and were left out")
     best = run.out_dir / "best.pt"
     if best.exists():
         tracker.say(f"best validation loss {run.progress.best_loss:.4f} ({best})")

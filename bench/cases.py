@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.device import autocast, keep_freed_memory
+from engine.device import add_up_in_order, autocast, keep_freed_memory
 from engine.generation import generate
 from model import GPT, GPTConfig, MultiHeadAttention
 
@@ -91,6 +91,8 @@ def our_step(
     """As train.py runs it."""
     keep_freed_memory()
     model, tokens = ours(shape, path, activation=activation), shape.tokens()
+    if compiled:
+        add_up_in_order()
     forward = torch.compile(model) if compiled else model
     return training_step(model, lambda: forward(tokens, tokens, return_logits=False)[1], dtype)
 

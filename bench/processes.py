@@ -46,15 +46,16 @@ class _Served:
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self.name = name
-        self.read()  # "ready", as warming up must not overlap with another case
+        self._read()  # "ready", as warming up must not overlap with another case
 
     def answer(self, line: str) -> float:
+        """The number that a line is answered with."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return float(self.read())
+        return float(self._read())
 
-    def read(self) -> str:
+    def _read(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from model import Activation, AttentionImpl, GPTConfig, NormPlacement, PositionKind
+from model import LONGEST_CONTEXT, Activation, AttentionImpl, GPTConfig, NormPlacement, PositionKind
 
 
 def _whole_number(value: Any) -> Any:
@@ -102,7 +102,7 @@ class TrainSettings(PreparationFields):
     )
 
     # model
-    block_size: Whole = Field(GPTConfig.block_size, ge=1, description="context length in tokens")
+    block_size: Whole = Field(GPTConfig.block_size, ge=1, le=LONGEST_CONTEXT, description="context length in tokens")
     n_layer: Whole = Field(GPTConfig.n_layer, ge=1, le=10_000, description="decoder blocks")
     n_head: Whole = Field(GPTConfig.n_head, ge=1, description="attention heads in each block")
     n_embd: Whole = Field(GPTConfig.n_embd, ge=1, description="model width")
@@ -138,6 +138,9 @@ class TrainSettings(PreparationFields):
     weight_decay: Number = Field(0.1, ge=0, description="decoupled decay, on matrices only")
     beta1: Number = Field(0.9, ge=0, lt=1, description="AdamW's first moment")
     beta2: Number = Field(0.99, ge=0, lt=1, description="AdamW's second moment")
+    skip_nonfinite: Whole = Field(
+        0, ge=0, description="updates without a finite loss and gradient to leave out before stopping (0: none)"
+    )
     grad_clip: Number = Field(1.0, ge=0, description="largest norm of the gradient (0: never clipped)")
 
     # looking

@@ -6,6 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+TEMPORARY = ".{name}.{process}.tmp"
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what `written_whole` left in a folder when its process was killed; only for who uses it alone."""
+    for path in folder.glob(TEMPORARY.format(name="*", process="*")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
@@ -14,7 +23,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(TEMPORARY.format(name=path.name, process=os.getpid()))
     try:
         with temporary.open("wb") as file:
             yield file

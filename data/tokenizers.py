@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from config.errors import UserError
+from config.errors import UserError, reason_of
 
 if TYPE_CHECKING:  # the character path works where tiktoken cannot be imported
     import tiktoken
@@ -215,6 +215,10 @@ class BPETokenizer(Tokenizer):
         for text in texts:
             text.encode("utf-8")
         try:
+            self._encoding  # noqa: B018  # made here, so that what is wrong with it is said once
+        except Exception as error:  # the pattern is one that the regex engine refuses
+            raise UserError(f"the {self.name} tokenizer does not serve: {reason_of(error)}") from None
+        try:
             with ThreadPoolExecutor(CORES) as threads:  # tiktoken lets go of Python's lock while it encodes
                 return list(threads.map(self._encode_one, texts))
         except BaseException as error:  # tiktoken's Rust panics are no Exceptions
@@ -226,7 +230,14 @@ class BPETokenizer(Tokenizer):
             ) from None
 
     def _encode_one(self, text: str) -> TokenIds:
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        if int(self._lengths[ids].sum()) != len(text.encode("utf-8")):  # tiktoken passes over what no pattern matches
+            raise UserError(f"the {self.name} tokenizer does not serve: its pattern leaves out parts of the text")
+        return ids
+
+    @cached_property
+    def _lengths(self) -> npt.NDArray[np.int64]:
+        return np.array([len(token) for token in self.ranks], dtype=np.int64)
 
     def safe_prefix(self, text: str, *, parse_special: bool = False) -> int:
         # The end-of-text marker holds no blank and no line break, so no cut falls into it.
@@ -300,6 +311,11 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if content["name"] == "byte":
             return ByteTokenizer()
         ranks = [base64.b64decode(token, validate=True) for token in content["ranks"]]
-        return BPETokenizer(str(content["name"]), str(content["pattern"]), ranks, int(content["end_of_text"]))
+        learned = [token for token in ranks if token]
+        if len(set(learned)) < len(learned) or not {bytes([value]) for value in range(256)} <= set(learned):
+            raise ValueError("its ranks repeat a token, or lack one of the 256 bytes")
+        name, pattern = str(content["name"]), str(content["pattern"])
+        (name + pattern).encode("utf-8")  # half characters, as JSON may hold them, are an error here
+        return BPETokenizer(name, pattern, ranks, int(content["end_of_text"]))
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a tokenizer: {error!r}") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from config.errors import UserError, reason_of
@@ -19,6 +20,7 @@ from data.tokenizers import Tokenizer, tokenizer_from_json
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 2
+SMALL_DIFFERENCE = 1 << 20  # numbers that cost no memory worth a word
 FOREIGN_PREFIXES = ("_orig_mod.", "module.")  # torch.compile's and DistributedDataParallel's
 REQUIRED = {"format_version": int, "model": dict, "model_config": dict, "tokenizer": str, "step": int, "data": dict}
 
@@ -75,6 +77,7 @@ def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
         for values in (content["model_config"], content.get("settings")):
             if isinstance(values, dict):
                 values["activation"] = "gelu_tanh"
+        content["skipped"] = 0
     try:
         Metadata.model_validate({name: value for name, value in content["data"].items() if name != "folder"})
     except ValidationError as error:
@@ -109,15 +112,39 @@ def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -
     known = {field.name for field in fields(GPTConfig)}
     try:
         config = GPTConfig(**{**{key: content["model_config"][key] for key in known}, **changes})
+        state = without_prefixes(content["model"])
+        refuse_implausible(state, config)
         with NoInitialWeights():
             model = GPT(config)
-        model.load_state_dict(without_prefixes(content["model"]))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        model.load_state_dict(state)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
             f"{path}: its weights and its architecture do not fit together: {' '.join(lines)[:400]}"
         ) from None
     return model
+
+
+def refuse_implausible(state: dict[str, Any], config: GPTConfig) -> None:
+    """Check, before time and memory go into a model, that its architecture is no larger than what the file holds.
+
+    Small differences pass, as loading then says which names are missing.
+
+    Raises:
+        ValueError: it is larger, or the state holds something else than plain tensors of floating-point numbers.
+    """
+    numbers = 0
+    for name, tensor in state.items():
+        plain = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided
+        if not plain or not tensor.is_contiguous():  # one that is not may claim more numbers than the file holds
+            raise ValueError(f"{name} is not a plain tensor of floating-point numbers")
+        numbers += tensor.numel() if tensor.dim() else 0  # constants such as the scale have no dimension
+    layers = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    if config.n_layer > 2 * layers or config.parameter_count > 2 * numbers + SMALL_DIFFERENCE:
+        raise ValueError(
+            f"{numbers:,} numbers in {layers} layers, but an architecture of {config.n_layer} layers, width "
+            f"{config.n_embd} and {config.vocab_size} ids has {config.parameter_count:,}"
+        )
 
 
 def without_prefixes(state: dict[str, Any]) -> dict[str, Any]:

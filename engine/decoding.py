@@ -85,10 +85,16 @@ def quick_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Function:
         bias: (out,) or None.
         rows: of x.
     """
-    if weight.numel() >= PACKED_FROM and torch._C._has_mkldnn:
+    if weight.numel() >= PACKED_FROM and _can_be_packed(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return partial(F.linear, weight=weight, bias=bias)
+
+
+def _can_be_packed(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def quick_norm(norm: nn.Module) -> Function:

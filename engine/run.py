@@ -6,23 +6,28 @@ last.pt          everything needed to go on exactly, and to sample
 best.pt          the weights with the best validation loss, to sample
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from config.command_line import Given, checked, overlaid, plain_values, read_given, to_toml
-from config.errors import UserError
+from config.errors import UserError, reason_of
 from config.schema import PreparationFields, TrainSettings
 from data.dataset import PreparedData
-from data.files import written_whole
+from data.files import clear_unfinished, written_whole
 from data.preparation import prepare_if_needed, safe_name
 from engine.checkpoint import load_checkpoint, model_content, save_checkpoint
 from engine.evaluation import Evaluation
 from engine.optimizer import Optimizer
 from model import GPT
+
+LOCK = ".lock"
 
 # What the saved weights, optimizer state and tokens are made for; the rest may change when a run goes on.
 FIXED = (
@@ -45,6 +50,38 @@ def place_of_run(given: Given) -> tuple[Path, bool]:
     own = given.command_line.get("text") or given.command_line.get("data_dir")
     name = safe_name(own or given.preset_name or settings.text or settings.data_dir or "stdlib")
     return Path(settings.out_dir or Path("runs") / name), settings.resume
+
+
+@contextlib.contextmanager
+def sole_use(out_dir: Path) -> Iterator[None]:
+    """The run directory for this process alone, made when missing, and gone again when nothing was put into it.
+
+    The system lets go of the lock when a process ends in whatever way.
+
+    Raises:
+        UserError: another process trains in it, or it cannot be written.
+    """
+    missing = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
+    lock = FileLock(out_dir / LOCK)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{out_dir}: another process is training in it; wait until it has ended, or name another --out_dir"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        raise UserError(f"{out_dir}: cannot be written ({reason_of(error)}); name another --out_dir") from None
+    try:
+        clear_unfinished(out_dir)
+        yield
+    finally:
+        if missing and all(path.name == LOCK for path in out_dir.iterdir()):
+            (out_dir / LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what else came to lie there meanwhile stays
+                for folder in missing:
+                    folder.rmdir()
+        lock.release()
 
 
 def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
@@ -154,11 +191,13 @@ class Progress:
         step: updates done.
         best_loss: the best validation loss, infinite before the first.
         evaluations_without_better: since then.
+        skipped: updates left out because their loss or gradient was not finite.
     """
 
     step: int = 0
     best_loss: float = math.inf
     evaluations_without_better: int = 0
+    skipped: int = 0
 
 
 class Run:
@@ -195,13 +234,12 @@ class Run:
         return self.progress.step >= self.settings.max_iters or self.patience_is_over
 
     def write_settings(self) -> None:
-        """Make the directory and write settings.toml.
+        """Write settings.toml.
 
         Raises:
             UserError: it cannot be written.
         """
         try:
-            self.out_dir.mkdir(parents=True, exist_ok=True)
             with written_whole(self.out_dir / "settings.toml") as file:
                 file.write(to_toml(self.settings).encode("utf-8"))
         except OSError as error:
@@ -245,6 +283,7 @@ class Run:
         """What going on needs besides; no random state, as every draw is a function of seed and step."""
         return {
             "evaluations_without_better": self.progress.evaluations_without_better,
+            "skipped": self.progress.skipped,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "wandb_id": self.wandb_id,
@@ -261,8 +300,11 @@ class Run:
             if checkpoint["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(checkpoint["scaler"])
             self.progress = Progress(
-                checkpoint["step"], float(checkpoint["best_loss"]), int(checkpoint["evaluations_without_better"])
+                checkpoint["step"],
+                float(checkpoint["best_loss"]),
+                int(checkpoint["evaluations_without_better"]),
+                int(checkpoint["skipped"]),
             )
             self.wandb_id = None if checkpoint["wandb_id"] is None else str(checkpoint["wandb_id"])
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class Tracker:
     def __init__(self, out_dir: Path, settings: TrainSettings, first_step: int, wandb_id: str | None) -> None:
         self.metrics = MetricsFile(out_dir / "metrics.jsonl", first_step)
         self.wandb_run = _start_wandb(out_dir, settings, wandb_id) if settings.wandb != "disabled" else None
+        self.wandb_failed = False
         interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file need not hold every frame
         self.bar = tqdm(
             total=settings.max_iters, initial=first_step, unit="step", dynamic_ncols=True, mininterval=interval
@@ -89,8 +91,7 @@ class Tracker:
         """End the bar, the file and the wandb run."""
         self.bar.close()
         self.metrics.file.close()
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
+        self.tell_wandb(lambda run: run.finish())
 
     def restart_clock(self, step: int) -> None:
         """Measure speed from here on, so that what was done meanwhile does not count."""
@@ -114,8 +115,17 @@ class Tracker:
     def record(self, step: int, **values: float | None) -> None:
         """Write one line of numbers."""
         self.metrics.write({"step": step, **values})
-        if self.wandb_run is not None:
-            self.wandb_run.log(values, step=step)
+        self.tell_wandb(lambda run: run.log(values, step=step))
+
+    def tell_wandb(self, what: Callable[[Any], object]) -> None:
+        """Do something with the wandb run; if it fails, say so once and go on without: metrics.jsonl has it all."""
+        if self.wandb_run is None or self.wandb_failed:
+            return
+        try:
+            what(self.wandb_run)
+        except Exception as error:  # wandb's own errors, and those of its service and of the network
+            self.wandb_failed = True
+            self.say(f"wandb: failed and is left out from now on ({reason_of(error)}); metrics.jsonl goes on")
 
     def show(self, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
         """Put the latest numbers on the bar."""

@@ -73,6 +73,9 @@ def test_S06_a_large_matrix_is_packed_and_a_small_one_is_not(monkeypatch: pytest
     if torch._C._has_mkldnn:
         assert not isinstance(quick_linear(large, None, 1), partial)
     assert isinstance(quick_linear(small, None, 1), partial)
+    for dtype in (torch.float64, torch.float16):  # which oneDNN does not have everywhere
+        x = torch.ones(1, 256, dtype=dtype)
+        assert torch.equal(quick_linear(large.to(dtype), None, 1)(x), torch.nn.functional.linear(x, large.to(dtype)))
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     assert isinstance(quick_linear(large, None, 1), partial)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.schema import TrainSettings
-from engine.optimizer import Muon, learning_rate_at, make_optimizer, orthogonalize
+from engine.optimizer import AdamW, Muon, learning_rate_at, make_optimizer, orthogonalize
 from model import GPT, GPTConfig
 
 
@@ -176,3 +176,18 @@ def test_state_of_another_shape_is_refused(optimizer: str) -> None:
             states[part]["state"][0][name] = broken
             with pytest.raises(ValueError, match="for a parameter of shape"):
                 made.load_state_dict(states)
+
+
+def test_adamw_is_pytorchs_own() -> None:
+    ours, theirs = [torch.nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in range(2)]
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3, "fused": True}
+    optimizers = [AdamW([ours], **options), torch.optim.AdamW([theirs], **options)]
+    for step in range(4):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = torch.full_like(parameter, float(step - 1)) * torch.arange(4.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert parameter.grad is None
+    assert torch.equal(ours, theirs) and not torch.equal(ours, torch.arange(12.0).view(3, 4))
+    saved, expected = (optimizer.state_dict() for optimizer in optimizers)
+    assert torch.equal(saved["state"][0]["exp_avg_sq"], expected["state"][0]["exp_avg_sq"])
