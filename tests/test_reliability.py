@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import engine.run
 import train
 from config.errors import UserError
 from data.files import clear_unfinished, written_whole
@@ -301,3 +303,48 @@ def test_T20_a_disk_that_fills_up_at_any_point_of_a_checkpoint_leaves_the_earlie
         save_checkpoint(tmp_path / "last.pt", {**content, "step": 2})
     assert (tmp_path / "last.pt").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
     assert os.fsync is fsync
+
+
+# --- Memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read as Linux tells it")
+def test_T17_resuming_takes_no_more_memory_than_beginning_did(char_data: Path, tmp_path: Path) -> None:
+    """12.6 million parameters: 50 MB of weights, 100 MB of moments, which a copy left over would add again."""
+    program = (
+        "import sys, train; train.main(sys.argv[1:]);"
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    )
+    shape = [*TINY, "--n_layer=4", "--n_embd=512", "--batch_size=1", "--block_size=8", "--eval_interval=1000"]
+    peaks = []
+    for arguments in (["--max_iters=2"], ["--max_iters=4", "--resume"]):
+        command = [sys.executable, "-c", program, f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}"]
+        result = subprocess.run(
+            [*command, *shape, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        peaks.append(int(result.stdout.splitlines()[-1]) / 1024)
+    assert peaks[1] < peaks[0] + 40, peaks
+
+
+def test_T17_the_checkpoint_is_on_the_cpu_and_let_go_of_before_training(
+    here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train_on(char_data, "run", "--max_iters=2").status == 0
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    real_load, real_train = engine.run.load_checkpoint, train.train
+
+    def load(path: Path, **named: bool) -> dict[str, Any]:
+        content = real_load(path, **named)
+        assert {tensor.device.type for tensor in content["model"].values()} == {"cpu"}
+        loaded.extend(weakref.ref(tensor) for tensor in content["model"].values())
+        return content
+
+    def training(*arguments: Any) -> None:
+        assert loaded and not any(reference() is not None for reference in loaded)
+        real_train(*arguments)
+
+    monkeypatch.setattr(engine.run, "load_checkpoint", load)
+    monkeypatch.setattr(train, "train", training)
+    outcome = train_on(char_data, "run", "--max_iters=4", "--resume")
+    assert outcome.status == 0, outcome.stderr
