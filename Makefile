@@ -21,7 +21,7 @@ $(VENV)/.development: requirements-dev.txt $(VENV)/.runtime
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-demo: setup  ## train the embedded default (about four minutes on two cores), then sample from it
+demo: setup  ## train the embedded default (about three minutes on two cores), then sample from it
 	$(RUN) train.py config/quick.toml --out_dir=runs/quick $$(test -f runs/quick/last.pt && echo --resume)
 	$(RUN) sample.py --out_dir=runs/quick --prompt="def " --max_new_tokens=400
 

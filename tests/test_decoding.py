@@ -50,6 +50,7 @@ def test_S06_every_step_gives_the_models_own_logits(
             expected = model(tokens[:, :end])[0][:, -1]
             torch.testing.assert_close(next_logits(tokens[:, :end]), expected)
             torch.testing.assert_close(static(tokens[:, :end]), expected)
+            assert static.cache.length == end
         next_logits.clear()
         torch.testing.assert_close(next_logits(tokens[:, :1]), model(tokens[:, :1])[0][:, -1])
 
@@ -82,7 +83,8 @@ def test_S06_a_large_matrix_is_packed_and_a_small_one_is_not(monkeypatch: pytest
 
 def test_S07_the_window_forgets_a_quarter_of_its_tokens_at_once_or_as_many_as_said() -> None:
     """Against the plainest loop there is."""
-    model = gpt(torch.float32, block_size=16)
+    model = gpt(torch.float32, block_size=16, norm_placement="pre")
+    outcomes = set()
     for context_shift, forgets in ((1, 1), (0, 4), (5, 5), (16, 16)):
         said, window = [1, 2, 3], [1, 2, 3]
         for _ in range(40):
@@ -93,6 +95,8 @@ def test_S07_the_window_forgets_a_quarter_of_its_tokens_at_once_or_as_many_as_sa
             options = {"temperature": 0.0, "context_shift": context_shift, "kv_cache": kv_cache}
             ids = torch.cat(list(generate(model, torch.tensor([[1, 2, 3]]), 40, **options)))  # type: ignore[arg-type]
             assert ids.tolist() == said[3:], (context_shift, kv_cache)
+        outcomes.add(tuple(said))
+    assert len(outcomes) == 4, "a model that says the same whatever it forgets proves nothing"
 
 
 def test_S07_a_shift_by_more_than_the_context_is_refused() -> None:

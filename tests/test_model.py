@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, IGNORED_TARGET, AddNorm, GPTConfig, KVCache
+from model import GPT, IGNORED_TARGET, AddNorm, GPTConfig, KVCache, RotaryPositions, rotate_by_position
 
 PATHS = ("manual", "sdpa")
 POSITIONS = ("learned", "rotary")
@@ -261,6 +261,16 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     assert score(10, 3) == pytest.approx(score(47, 40), abs=1e-12)
     assert score(10, 3) != pytest.approx(score(10, 4), abs=1e-3)
     assert score(5, 5) == pytest.approx((q * k).sum().item(), abs=1e-12)
+
+
+def test_a_rotation_turns_the_pair_of_each_half_counterclockwise() -> None:
+    """The convention is part of what saved weights mean."""
+    rotary = RotaryPositions(GPTConfig(block_size=4, n_embd=4, n_head=1, position="rotary")).double()
+    first = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64).expand(1, 1, 2, 4)
+    turned = rotate_by_position(first, rotary(torch.tensor([1, 3])))
+    for angle, vector in zip((1.0, 3.0), turned[0, 0], strict=True):  # of the first pair: 10000^0 radians a position
+        expected = torch.tensor([math.cos(angle), 0.0, math.sin(angle), 0.0], dtype=torch.float64)
+        torch.testing.assert_close(vector, expected)
 
 
 def test_casting_the_model_does_not_round_the_rotary_tables() -> None:
