@@ -204,8 +204,8 @@ CASES: dict[str, Callable[[], Run]] = {
     "gpt2 text fp32 transformers": partial(transformers_generation, CONTEXT_1024, FP32, 256),
     "gpt2 text bf16 ours": partial(our_generation, CONTEXT_1024, BF16, 256),
     "gpt2 text bf16 transformers": partial(transformers_generation, CONTEXT_1024, BF16, 256),
-    "gpt2 16 texts bf16 ours": partial(our_generation, CONTEXT_1024, BF16, 256, rows=16),
-    "gpt2 16 texts bf16 transformers": partial(transformers_generation, CONTEXT_1024, BF16, 256, rows=16),
+    "gpt2 text bf16 ours 16 at once": partial(our_generation, CONTEXT_1024, BF16, 256, rows=16),
+    "gpt2 text bf16 transformers 16 at once": partial(transformers_generation, CONTEXT_1024, BF16, 256, rows=16),
 }
 CASES |= {
     f"attention {path} {dtype} {length}": partial(attention_step, path, dtype, length)

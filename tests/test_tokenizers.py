@@ -1,5 +1,7 @@
 """Tokenizers: exact round trips in every language, special text, offline behaviour, saving."""
 
+import base64
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -269,3 +271,24 @@ def test_D08_the_char_path_never_imports_tiktoken() -> None:
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert result.stdout == "cab\n", result.stderr
+
+
+@pytest.mark.parametrize("damage", ["a byte is missing", "a token is there twice", "half a character in the pattern"])
+def test_K08_a_bpe_that_cannot_encode_every_text_is_refused_when_it_is_loaded(damage: str) -> None:
+    content = json.loads(train_bpe(["the cat sat on the mat " * 20], 260).to_json())
+    assert tokenizer_from_json(json.dumps(content)).decode([104]) == "h"
+    if damage == "a byte is missing":
+        content["ranks"][5] = base64.b64encode(b"something else").decode()
+    elif damage == "a token is there twice":
+        content["ranks"][257] = content["ranks"][256]
+    else:
+        content["pattern"] += "\ud800"
+    with pytest.raises(ValueError, match=r"repeat a token|surrogates not allowed"):
+        tokenizer_from_json(json.dumps(content))
+
+
+def test_K08_a_pattern_that_passes_over_parts_of_a_text_or_is_no_pattern_is_a_clean_error() -> None:
+    ranks = [bytes([value]) for value in range(256)]
+    for pattern, words in (("[a-z]+", "leaves out parts"), ("(", "does not serve")):
+        with pytest.raises(UserError, match=words):
+            BPETokenizer("bpe", pattern, [*ranks, b""], end_of_text=256).encode("abc DEF")
