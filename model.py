@@ -575,8 +575,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             log_probabilities = logits.log_softmax(dim=-1, dtype=wide_dtype)
             total -= log_probabilities.gather(1, chosen).masked_fill(~scored, 0.0).sum()
             if d_hidden is not None:
-                d_logits = log_probabilities.exp_().scatter_add_(1, chosen, -torch.ones_like(chosen, dtype=wide_dtype))
-                d_logits = d_logits.mul_(scored).to(dtype)
+                minus_one = torch.full_like(chosen, -1, dtype=wide_dtype)
+                d_logits = log_probabilities.exp_().scatter_add_(1, chosen, minus_one).to(dtype)
+                d_logits.index_fill_(0, (~scored[:, 0]).nonzero()[:, 0], 0.0)
                 d_hidden[rows] = d_logits @ head
                 d_head = (d_logits.T @ states).to(weight.dtype)
                 d_weight = d_head if d_weight is None else d_weight.add_(d_head)
