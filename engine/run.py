@@ -76,11 +76,11 @@ def sole_use(out_dir: Path) -> Iterator[None]:
         clear_unfinished(out_dir)
         yield
     finally:
-        if missing and all(path.name == LOCK for path in out_dir.iterdir()):
-            (out_dir / LOCK).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # what else came to lie there meanwhile stays
-                for folder in missing:
-                    folder.rmdir()
+        with contextlib.suppress(OSError):  # what else lies in these folders stays, and they with it
+            if not (out_dir / "last.pt").exists():
+                (out_dir / LOCK).unlink(missing_ok=True)
+            for folder in missing:
+                folder.rmdir()
         lock.release()
 
 

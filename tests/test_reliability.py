@@ -113,6 +113,10 @@ def test_a_folder_that_was_made_for_nothing_is_gone_again(here: Path) -> None:
     assert_clean_error(outcome, "no-such-file.txt")
     assert not (here / "new").exists()
     (here / "old").mkdir()
+    (here / "old" / "best.pt").write_text("a file of the user's")
+    assert_clean_error(run_train("--out_dir=old"), "best.pt that this run would replace")
+    assert [path.name for path in (here / "old").iterdir()] == ["best.pt"]
+    (here / "old" / "best.pt").unlink()
     with contextlib.suppress(UserError), sole_use(here / "old" / "run"):
         raise UserError("something else")
     assert list((here / "old").iterdir()) == []
