@@ -246,7 +246,9 @@ class Run:
             raise UserError(f"{self.out_dir}: cannot be written ({error.strerror}); name another --out_dir") from None
 
     def save(self, evaluation: Evaluation | None = None) -> None:
-        """Write last.pt, and best.pt when the evaluation is the best so far.
+        """Write last.pt, then best.pt when the evaluation is the best so far.
+
+        In this order, so that a run killed between the two can go on; it then makes up for the second.
 
         Raises:
             UserError: the weights are not finite (an earlier checkpoint stays), or the disk does not take them.
@@ -254,12 +256,14 @@ class Run:
         if not all(bool(torch.isfinite(parameter).all()) for parameter in self.model.parameters()):
             raise self.divergence("a weight is not finite")
         progress = self.progress
-        if evaluation is not None and evaluation.loss < progress.best_loss:
+        is_best = evaluation is not None and evaluation.loss < progress.best_loss
+        if evaluation is not None and is_best:
             progress.best_loss, progress.evaluations_without_better = evaluation.loss, 0
-            save_checkpoint(self.out_dir / "best.pt", self._content())
         elif evaluation is not None:
             progress.evaluations_without_better += 1
-        save_checkpoint(self.out_dir / "last.pt", self._content() | self._state())
+        save_checkpoint(self.out_dir / "last.pt", self._content() | self._state() | {"is_best": is_best})
+        if is_best:
+            save_checkpoint(self.out_dir / "best.pt", self._content())
 
     def divergence(self, what: str) -> UserError:
         """The error to raise when a number is NaN or infinite."""
@@ -308,3 +312,12 @@ class Run:
             self.wandb_id = None if checkpoint["wandb_id"] is None else str(checkpoint["wandb_id"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None
+        if checkpoint.get("is_best") is True and not self._best_is_saved():
+            save_checkpoint(self.out_dir / "best.pt", self._content())
+
+    def _best_is_saved(self) -> bool:
+        """Whether best.pt holds the present weights."""
+        try:
+            return bool(load_checkpoint(self.out_dir / "best.pt")["step"] == self.progress.step)
+        except UserError:  # the run was killed before it had any
+            return False

@@ -87,9 +87,10 @@ def check_saved(out_dir: Path) -> None:
 def check_end(out_dir: Path, undisturbed: Path) -> None:
     """A run that was killed on its way ended as the undisturbed one did, and left nothing else behind."""
     both = (out_dir, undisturbed)
-    weights, expected = (load_checkpoint(folder / "last.pt", lazily=False)["model"] for folder in both)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected), "other weights"
+    for file in ("last.pt", "best.pt"):
+        weights, expected = (load_checkpoint(folder / file, lazily=False)["model"] for folder in both)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected), f"other weights in {file}"
     lines = []
     for folder in both:
         written = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

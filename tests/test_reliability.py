@@ -68,6 +68,32 @@ def test_K08_what_a_killed_process_left_half_written_is_cleared_by_the_next(tmp_
     assert [path.name for path in tmp_path.iterdir()] == [".mine.tmp"]
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_K08_a_run_killed_between_last_and_best_goes_on_and_makes_up_for_the_best(
+    earlier: bool, here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--eval_interval=5", "--lr_decay_iters=15")
+    assert train_on(char_data, "run", *arguments, "--max_iters=5").status == 0
+    best, real = here / "run" / "best.pt", engine.run.save_checkpoint
+    if not earlier:
+        best.unlink()
+
+    def killed(path: Path, content: dict[str, Any]) -> None:
+        if path.name == "best.pt":
+            raise KeyboardInterrupt
+        real(path, content)
+
+    monkeypatch.setattr(engine.run, "save_checkpoint", killed)
+    assert train_on(char_data, "run", *arguments, "--max_iters=10", "--resume").status == 130
+    monkeypatch.setattr(engine.run, "save_checkpoint", real)
+    assert load_checkpoint(here / "run" / "last.pt")["step"] == (10 if earlier else 5)
+    assert train_on(char_data, "run", "--resume", "--max_iters=10", "--learning_rate=0").status == 0
+    last = load_checkpoint(here / "run" / "last.pt", lazily=False)
+    saved = load_checkpoint(best, lazily=False)
+    assert saved["best_loss"] == last["best_loss"] and "optimizer" not in saved
+    assert all(torch.equal(saved["model"][name], last["model"][name]) for name in last["model"])
+
+
 def test_K02_a_compiled_run_is_resumed_exactly_and_without_its_prefix(
     here: Path, char_data: Path, request: pytest.FixtureRequest
 ) -> None:
