@@ -68,9 +68,12 @@ def _peak_megabytes() -> float:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
-    # Not getrusage: its figure begins with that of the process that started this one.
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's figure begins with that of the process that started this one
+        return int(status.read_text(encoding="ascii").split("VmHWM:")[1].split()[0]) / 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
 
 
 def _serve(name: str) -> None:

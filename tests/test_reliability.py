@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def test_K08_a_run_killed_between_last_and_best_goes_on_and_makes_up_for_the_bes
     assert all(torch.equal(saved["model"][name], last["model"][name]) for name in last["model"])
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="there is no C++ compiler")
 def test_K02_a_compiled_run_is_resumed_exactly_and_without_its_prefix(
     here: Path, char_data: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -272,6 +274,7 @@ def test_L02_wandb_failing_in_the_middle_never_harms_the_run(
     assert load_checkpoint(here / "run" / "last.pt")["step"] == 6
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="its service is found as Linux tells it")
 def test_L02_a_killed_wandb_service_does_not_harm_or_hang_a_run(tmp_path: Path, char_data: Path) -> None:
     """The real package, offline; its service is killed as soon as the run has begun."""
     program = (
