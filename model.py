@@ -97,6 +97,15 @@ class GPTConfig:
         positions = self.block_size * C if self.position == "learned" else 0
         return self.n_layer * block + embeddings + positions + (norm if self.norm_placement == "pre" else 0)
 
+    @property
+    def operations_per_token(self) -> int:
+        """Floating-point operations of a forward and backward pass for one token of a full context.
+
+        Source: Chowdhery et al. 2022, "PaLM", appendix B: 6 for each parameter in a matrix product, and attention's.
+        """
+        looked_up = self.block_size * self.n_embd if self.position == "learned" else 0
+        return 6 * (self.parameter_count - looked_up) + 12 * self.n_layer * self.n_embd * self.block_size
+
 
 # --- Attention, step by step ------------------------------------------------------------------------
 
@@ -639,15 +648,6 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Trained numbers in the model, a tied head counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def operations_per_token(self) -> int:
-        """Floating-point operations of a forward and backward pass for one token of a full context.
-
-        Source: Chowdhery et al. 2022, "PaLM", appendix B: 6 for each parameter in a matrix product, and attention's.
-        """
-        looked_up = self.position_embedding.weight.numel() if self.config.position == "learned" else 0
-        used = self.parameter_count() - looked_up
-        return 6 * used + 12 * self.config.n_layer * self.config.n_embd * self.config.block_size
 
     def positions_of(self, T: int, cached: int, key_padding_mask: Tensor | None) -> Tensor:
         """Positions (T,) of the new tokens; (B, T) with padding, which does not count."""

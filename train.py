@@ -186,7 +186,7 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
     """Write down one update; numbers that are not finite have no place in JSON."""
     step = run.progress.step
     speed = tracker.updates_per_second(step) * batches.tokens_per_step
-    utilisation = None if run.peak_flops is None else speed * run.model.operations_per_token() / run.peak_flops
+    utilisation = None if run.peak_flops is None else speed * run.model.config.operations_per_token / run.peak_flops
     tracker.record(
         step,
         loss=loss if math.isfinite(loss) else None,

@@ -42,11 +42,16 @@ SMALL = Shape(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65, bat
 GPT2 = Shape(n_layer=12, n_head=12, n_embd=768, block_size=256, vocab_size=50257, batch_size=4)
 
 
-def ours(shape: Shape, path: str, **changes: object) -> GPT:
-    """This repository's model."""
+def our_config(shape: Shape, path: str, **changes: object) -> GPTConfig:
+    """The architecture of this repository's model."""
     sizes = {name: getattr(shape, name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
     architecture = {"norm_placement": "pre", "activation": "gelu_tanh", "attention_impl": path}
-    return GPT(GPTConfig(**sizes | architecture | changes)).to(DEVICE)
+    return GPTConfig(**sizes | architecture | changes)
+
+
+def ours(shape: Shape, path: str, **changes: object) -> GPT:
+    """This repository's model."""
+    return GPT(our_config(shape, path, **changes)).to(DEVICE)
 
 
 def transformers_gpt2(shape: Shape, attention: str = "sdpa") -> Any:

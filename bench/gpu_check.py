@@ -126,7 +126,7 @@ def training(check: Check, asked_peak: float) -> Rows:
     rows = []
     for name, timing in timings.items():
         speed = tokens.numel() / timing.median
-        share = "" if peak is None else f", {speed * GPT(check.config).operations_per_token() / peak:.1%} of peak"
+        share = "" if peak is None else f", {speed * check.config.operations_per_token / peak:.1%} of peak"
         size = f"{tokens.shape[0]} x {tokens.shape[1]}"
         rows.append([f"training step, {size}, bf16, {name}", f"{timing} ms, {speed:,.0f} tokens/s{share}"])
     return rows

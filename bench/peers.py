@@ -7,7 +7,7 @@ python -m bench.peers gpt2 text    the rows whose names contain these words
 import sys
 from dataclasses import dataclass
 
-from bench.cases import GPT2, ours
+from bench.cases import GPT2, our_config
 from bench.processes import Measured, time_cases_in_turn
 from bench.timing import write_table
 
@@ -75,9 +75,7 @@ def line(row: Row, measured: dict[str, Measured]) -> list[str]:
 
 def share_of_matrix_product(step: Measured, product: Measured) -> list[str]:
     """How near the GPT-2 step comes to doing nothing but matrix products."""
-    parameters = ours(GPT2, "manual").parameter_count()
-    attention = 12 * GPT2.n_layer * GPT2.block_size * GPT2.n_embd
-    operations = (6 * parameters + attention) * GPT2.batch_size * GPT2.block_size
+    operations = our_config(GPT2, "manual").operations_per_token * GPT2.batch_size * GPT2.block_size
     rate, best = operations / step.timing.median, MATRIX_PRODUCT_OPERATIONS / product.timing.median
     return [
         f"{GPT2_STEP}: share of the rate of a bf16 matrix product of 4096 x 4096",

@@ -5,7 +5,6 @@ their order; exactly one end-of-text id follows each. The last `val_fraction` of
 """
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from data.dataset import Metadata, PreparedData, read_metadata, to_stored, token
 from data.sources import Source, open_source, read_text
 from data.tokenizers import (
     BPE_PATTERN,
+    CORES,
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
@@ -37,7 +37,7 @@ PREPARED, DOWNLOADS = DATA / "prepared", DATA / "downloads"
 FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")  # the last makes the folder valid
 STAGING_PREFIX = ".preparing-"
 PIECE_LIMIT = 1 << 26  # characters without a place to cut; more would be encoded in unbounded memory
-PIECES_AT_ONCE = 8 * (os.cpu_count() or 1)
+PIECES_AT_ONCE = 8 * CORES
 BPE_LEARNS_FROM = 1 << 26  # bytes; of a larger text, pieces spread evenly over it teach the same merges in less time
 
 

@@ -237,7 +237,7 @@ class BPETokenizer(Tokenizer):
 
     @cached_property
     def _lengths(self) -> npt.NDArray[np.int64]:
-        return np.array([len(token) for token in self.ranks], dtype=np.int64)
+        return self.byte_lengths()
 
     def safe_prefix(self, text: str, *, parse_special: bool = False) -> int:
         # The end-of-text marker holds no blank and no line break, so no cut falls into it.

@@ -680,8 +680,9 @@ def test_P01_utilisation_is_shown_for_a_given_peak_and_never_otherwise(here: Pat
     line = next(line for line in metrics(here / "shown") if line["step"] == 20 and "loss" in line)
     model = model_from_checkpoint(load_checkpoint(here / "shown" / "last.pt"), here)
     # 4,464 parameters less 32 x 16 of the position table, and attention's 12 x layers x width x context.
-    assert model.operations_per_token() == 6 * (model.parameter_count() - 512) + 12 * 1 * 16 * 32
-    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * model.operations_per_token() / 1e12, rel=1e-3)
+    operations = model.config.operations_per_token
+    assert operations == 6 * (model.parameter_count() - 512) + 12 * 1 * 16 * 32
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * operations / 1e12, rel=1e-3)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is asked")
