@@ -34,7 +34,7 @@ test: $(VENV)/.development  ## check style and types, and run every test
 bench: $(VENV)/.development  ## measure here, beside the peers, into bench/results/ (half an hour)
 	$(RUN) -m bench.peers
 	$(RUN) -m bench.commands
-	$(RUN) -m bench.attention
+	$(RUN) compare.py --out_dir=bench/results
 	$(RUN) -m bench.generation
 
 clean:  ## remove the environment and caches, never runs or data

@@ -2,6 +2,7 @@
 
 python sample.py --out_dir=runs/quick --prompt="def " --num_samples=3
 python sample.py --out_dir=runs/quick --temperature=0 --stop="def"
+python sample.py --out_dir=runs/quick --prompt="def " --attention_page=attention.html
 """
 
 import sys
@@ -18,12 +19,14 @@ from engine.checkpoint import load_checkpoint, model_from_checkpoint, tokenizer_
 from engine.decoding import NextLogits
 from engine.device import choose_device, choose_dtype
 from engine.generation import generate
-from engine.text_stream import stream_text
+from engine.text_stream import start_of_document, stream_text
+from views.attention_page import write_attention_page
 
 
 def main(argv: list[str]) -> None:
     """Print completions of one prompt as they are made."""
     settings = parse(SampleSettings, argv)
+    refuse_page_without_place(settings.attention_page)
     path = checkpoint_path(settings)
     checkpoint = load_checkpoint(path)
     tokenizer = tokenizer_from_checkpoint(checkpoint, path)
@@ -35,6 +38,7 @@ def main(argv: list[str]) -> None:
     prompt = prompt_ids(text, tokenizer, settings, documents=checkpoint["data"]["documents"])
     size = f"{model.parameter_count():,} parameters"
     note(f"{path}: step {checkpoint['step']:,}, {size}, on {device} in {dtype} ({reason})")
+    step = checkpoint["step"]
     del checkpoint  # on Windows a file that is mapped cannot be replaced
     if len(prompt) > model.config.block_size:
         note(f"the prompt has {len(prompt):,} tokens; the model sees the last {model.config.block_size:,} of them")
@@ -48,13 +52,17 @@ def main(argv: list[str]) -> None:
     for sample in range(settings.num_samples):
         if settings.num_samples > 1:
             print(f"--- sample {sample + 1} of {settings.num_samples}")
-        print_sample(next_logits, tokenizer, text, prompt, settings, sample)
+        ids = print_sample(next_logits, tokenizer, text, prompt, settings, sample)
+    if settings.attention_page:
+        title = f"{path}, step {step:,}"
+        shown = write_attention_page(Path(settings.attention_page), model, tokenizer, [*prompt, *ids], title)
+        note(f"{settings.attention_page}: shows the attention of {shown:,} tokens; open it in a browser")
 
 
 def print_sample(
     next_logits: NextLogits, tokenizer: Tokenizer, text: str, prompt: list[int], settings: SampleSettings, sample: int
-) -> None:
-    """The prompt and its completion, each piece as soon as it is known."""
+) -> list[int]:
+    """Print the prompt and its completion, each piece as soon as it is known; the ids of the completion."""
     tokens = generate(
         next_logits.model,
         torch.tensor([prompt], device=next_logits.model.device),
@@ -68,14 +76,26 @@ def print_sample(
         next_logits=next_logits,
     )
     print(text, end="", flush=True)
-    ids = (int(token) for token in tokens)
+    made: list[int] = []
     try:
+        ids = (made.append(token) or token for token in map(int, tokens))  # type: ignore[func-returns-value]
         for piece in stream_text(ids, tokenizer, stop=settings.stop, show_special=settings.show_special):
             print(piece, end="", flush=True)
     except FloatingPointError as error:
         print(flush=True)
         raise UserError(f"{error}: the checkpoint's weights are broken; sample from an earlier one") from None
     print(flush=True)
+    return made
+
+
+def refuse_page_without_place(page: str) -> None:
+    """Find out before anything is generated.
+
+    Raises:
+        UserError: the page cannot be written where it should go.
+    """
+    if page and (Path(page).is_dir() or not Path(page).parent.is_dir()):
+        raise UserError(f"attention_page = {page}: expected the name of an HTML file in a folder that exists")
 
 
 def checkpoint_path(settings: SampleSettings) -> Path:
@@ -118,17 +138,12 @@ def prompt_text(settings: SampleSettings) -> str:
 def prompt_ids(text: str, tokenizer: Tokenizer, settings: SampleSettings, documents: int) -> list[int]:
     """Token ids of the prompt; an empty one starts as a document starts.
 
-    After end-of-text where the model has seen documents begin there; a model of a single document has not,
-    so a line break stands in, or the vocabulary's first id where it has no line break.
-
     Raises:
         UserError: the tokenizer lacks a character of the prompt.
     """
     if text:
         return tokenizer.encode(text, parse_special=settings.parse_special).tolist()
-    if documents > 1:
-        return [tokenizer.end_of_text]
-    return [tokenizer.token_bytes.index(b"\n") if b"\n" in tokenizer.token_bytes else 0]
+    return [start_of_document(tokenizer, documents)]
 
 
 def note(line: str) -> None:

@@ -6,6 +6,7 @@ python train.py config/quick.toml --text=my_text.txt --resume --max_iters=4000
 """
 
 import math
+import platform
 import shlex
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from config.command_line import Given, checked, read_given
 from config.errors import UserError, run_command
-from config.schema import TrainSettings
+from config.schema import SampleSettings, TrainSettings
 from data.batches import TrainingBatches, validation_batches
 from data.dataset import PreparedData
 from engine.checkpoint import model_from_checkpoint
+from engine.decoding import NextLogits
 from engine.device import (
     autocast,
     choose_device,
@@ -31,11 +33,14 @@ from engine.device import (
     peak_flops,
 )
 from engine.evaluation import Evaluation, evaluate
+from engine.generation import generate
 from engine.optimizer import learning_rate_at, make_optimizer
 from engine.run import Run, checkpoint_to_resume, open_data, place_of_run, settings_to_resume, sole_use
 from engine.signals import StopSignals
+from engine.text_stream import start_of_document, stream_text
 from engine.tracking import Tracker
 from model import GPT
+from views.run_page import write_run_page
 
 VALIDATION_TOKENS_AT_ONCE = 8192  # at least, as small batches cost the more time the smaller they are
 
@@ -74,12 +79,13 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
     run.peak_flops = peak_flops(settings.peak_flops, device, dtype)
     if checkpoint is not None:
         run.restore(checkpoint)
-    print(summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"))
+    facts = summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})")
+    print("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
     if checkpoint is not None and run.is_finished:
         print(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
         return
     del checkpoint
-    train(run, batches, dtype)
+    train(run, batches, dtype, facts)
 
 
 def make_model(settings: TrainSettings, data: PreparedData, checkpoint: dict[str, Any] | None, path: Path) -> GPT:
@@ -98,8 +104,14 @@ def make_model(settings: TrainSettings, data: PreparedData, checkpoint: dict[str
     return GPT(settings.gpt_config(data.tokenizer.vocab_size))
 
 
-def train(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> None:
-    """The training loop: every update learns from one global batch; validations and checkpoints come between."""
+def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[str, str]) -> None:
+    """The training loop: every update learns from one global batch; validations and checkpoints come between.
+
+    Args:
+        run, batches: what learns, and from what.
+        dtype: of the matrix products.
+        facts: for the run's page.
+    """
     settings, progress, model = run.settings, run.progress, run.model.train()
     forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if settings.compile else model
     run.write_settings()
@@ -107,7 +119,7 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> None:
     run.wandb_id = tracker.wandb_id
     with tracker, StopSignals() as signals:
         if settings.max_iters == 0:
-            run.save(validate(run, tracker, dtype))
+            take_stock(run, tracker, dtype, facts)
         for step in range(progress.step, settings.max_iters):
             run.optimizer.set_learning_rate(learning_rate_at(step, settings))
             loss, gradient_norm = update(run, forward, batches, step, dtype)
@@ -116,8 +128,7 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> None:
             if is_due(progress.step, settings.log_interval, settings.max_iters) or step == 0:
                 record_update(run, tracker, batches, loss.item(), gradient_norm.item())
             if is_due(progress.step, settings.eval_interval, settings.max_iters):
-                run.save(validate(run, tracker, dtype))
-                tracker.restart_clock(progress.step)
+                take_stock(run, tracker, dtype, facts)
             if signals.received is not None or run.patience_is_over:
                 break
         leave(run, tracker, signals.received)
@@ -200,6 +211,35 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
     tracker.show(loss, speed, utilisation)
 
 
+def take_stock(run: Run, tracker: Tracker, dtype: torch.dtype, facts: dict[str, str]) -> None:
+    """See how good the model is, save it, and show both."""
+    evaluation = validate(run, tracker, dtype)
+    if run.settings.sample_tokens:
+        tracker.record_sample(run.progress.step, sample_text(run))
+    run.save(evaluation)
+    if run.settings.report:
+        tracker.attempt("loss.png and report.html", lambda: write_run_page(run.out_dir, run.settings, facts))
+        tracker.log_picture(run.progress.step)
+    tracker.restart_clock(run.progress.step)
+
+
+def sample_text(run: Run) -> str:
+    """What the model writes now, begun as a document begins; the same random numbers every time.
+
+    Raises:
+        UserError: the weights are broken.
+    """
+    tokenizer, count = run.data.tokenizer, run.settings.sample_tokens
+    start = torch.tensor([[start_of_document(tokenizer, run.data.metadata.documents)]], device=run.model.device)
+    next_logits = NextLogits(run.model, 1, positions=1 + count, quick=False)
+    temperature = SampleSettings.model_fields["temperature"].default
+    tokens = generate(run.model, start, count, temperature=temperature, seed=run.settings.seed, next_logits=next_logits)
+    try:
+        return "".join(stream_text((int(token) for token in tokens), tokenizer))
+    except FloatingPointError as error:
+        raise run.divergence(str(error)) from None
+
+
 def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | None:
     """One full pass over the validation tokens, recorded; None where there are none.
 
@@ -251,28 +291,27 @@ def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
     tracker.say(f"sample from it with: python sample.py --out_dir={shlex.quote(str(run.out_dir))}")
 
 
-def summary(run: Run, batches: TrainingBatches, hardware: str) -> str:
+def summary(run: Run, batches: TrainingBatches, hardware: str) -> dict[str, str]:
     """What is about to be trained, on what, where, and what to expect of the first loss."""
     settings, config, meta = run.settings, run.model.config, run.data.metadata
     total = settings.max_iters * batches.tokens_per_step
     padded = f", padded to {config.padded_vocab_size:,}" if config.padded_vocab_size > config.vocab_size else ""
     validation = f"{meta.val_tokens:,} for validation" if meta.val_tokens else "none for validation: evaluation is off"
     resumed = f", {run.progress.step:,} of them done" if run.progress.step else ""
-    return "\n".join(
-        (
-            f"model       {run.model.parameter_count():,} parameters: {config.n_layer} layers, {config.n_head} heads, "
-            f"width {config.n_embd}, context {config.block_size}; {config.attention_impl} attention, "
-            f"{config.norm_placement}-norm, {config.position} positions",
-            f"data        {meta.source}: {meta.train_tokens:,} tokens to train on, {validation}; "
-            f"{meta.tokenizer} vocabulary of {config.vocab_size:,}{padded}",
-            f"training    {settings.max_iters:,} updates of {batches.tokens_per_step:,} tokens{resumed}: {total:,} "
-            f"tokens, {total / meta.train_tokens:.2f} passes over the data; {settings.optimizer}, "
-            f"compile {settings.compile}",
-            f"device      {hardware}",
-            f"first loss  about ln({config.vocab_size:,}) = {math.log(config.vocab_size):.2f}, that of guessing",
-            f"run         {run.out_dir}",
-        )
-    )
+    return {
+        "model": f"{run.model.parameter_count():,} parameters: {config.n_layer} layers, {config.n_head} heads, "
+        f"width {config.n_embd}, context {config.block_size}; {config.attention_impl} attention, "
+        f"{config.norm_placement}-norm, {config.position} positions",
+        "data": f"{meta.source}: {meta.train_tokens:,} tokens to train on, {validation}; "
+        f"{meta.tokenizer} vocabulary of {config.vocab_size:,}{padded}",
+        "training": f"{settings.max_iters:,} updates of {batches.tokens_per_step:,} tokens{resumed}: {total:,} "
+        f"tokens, {total / meta.train_tokens:.2f} passes over the data; {settings.optimizer}, "
+        f"compile {settings.compile}",
+        "device": hardware,
+        "software": f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
+        "first loss": f"about ln({config.vocab_size:,}) = {math.log(config.vocab_size):.2f}, that of guessing",
+        "run": str(run.out_dir),
+    }
 
 
 if __name__ == "__main__":

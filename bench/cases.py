@@ -4,7 +4,7 @@ Every whole model has GPT-2's architecture (pre-norm, learned positions, biases,
 the same batch and the same optimizer. The peers come as their users get them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comparison.processes import Case, CaseCall, Measured, measure_in_turn
 from engine.device import add_up_in_order, autocast, keep_freed_memory
 from engine.generation import generate
-from model import GPT, GPTConfig, MultiHeadAttention
+from model import GPT, GPTConfig
 
 Run = Callable[[], object]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -161,30 +162,11 @@ def matrix_product(size: int) -> Run:
     return lambda: a @ b
 
 
-def attention_step(path: str, dtype: str, length: int) -> Run:
-    """A forward and backward pass of one attention module, always over as many tokens."""
-    keep_freed_memory()
-    config = GPTConfig(block_size=length, n_embd=256, n_head=4, attention_impl=path)  # type: ignore[arg-type]
-    attention = MultiHeadAttention(config).to(DEVICE)
-    x = torch.randn(max(1, ATTENTION_TOKENS // length), length, 256, device=DEVICE)
-
-    def step() -> None:
-        with autocast(DEVICE, getattr(torch, dtype)):
-            output, _ = attention(x)
-        output.float().square().mean().backward()
-        attention.zero_grad(set_to_none=True)
-
-    return step
-
-
 def nothing() -> Run:
     """What a process costs before it has a model."""
     return lambda: None
 
 
-ATTENTION_TOKENS = 4096
-ATTENTION_LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
-ATTENTION_DTYPES = ("float32", "bfloat16")
 BF16, FP32 = torch.bfloat16, torch.float32
 CONTEXT_1024 = Shape(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, batch_size=1)
 
@@ -212,9 +194,21 @@ CASES: dict[str, Callable[[], Run]] = {
     "gpt2 text bf16 ours 16 at once": partial(our_generation, CONTEXT_1024, BF16, 256, rows=16),
     "gpt2 text bf16 transformers 16 at once": partial(transformers_generation, CONTEXT_1024, BF16, 256, rows=16),
 }
-CASES |= {
-    f"attention {path} {dtype} {length}": partial(attention_step, path, dtype, length)
-    for path in ("manual", "sdpa")
-    for dtype in ATTENTION_DTYPES
-    for length in ATTENTION_LENGTHS
-}
+
+
+def case(name: str) -> Case:
+    """The case of that name, in the process that measures it."""
+    return Case({"run": CASES[name]()}, DEVICE.type)
+
+
+def time_cases_in_turn(names: Iterable[str], *, rounds: int = 5) -> dict[str, Measured]:
+    """Measure cases by their names.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    measured = measure_in_turn({name: CaseCall("bench.cases:case", {"name": name}) for name in names}, rounds=rounds)
+    for name, result in measured.items():
+        if result.failed:
+            raise RuntimeError(f"the case {name!r} failed: {result.failed}")
+    return measured

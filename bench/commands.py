@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.cases import SMALL, transformers_gpt2
-from bench.processes import ROOT
-from bench.timing import Timing, write_table
+from bench.tables import write_table
+from comparison.processes import ROOT
+from comparison.timing import Timing
 from data.preparation import DOWNLOADS, PREPARED
 from data.sources import open_source, read_text
 from data.tokenizers import BPETokenizer, tokenizer_from_json

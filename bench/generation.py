@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.timing import time_in_turn, write_table
+from bench.tables import write_table
+from comparison.timing import time_in_turn
 from config.command_line import parse
 from config.schema import TrainSettings
 from engine.generation import generate

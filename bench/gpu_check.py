@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 import train
-from bench.timing import time_in_turn, write_table
+from bench.tables import write_table
+from comparison.agreement import agreements
+from comparison.speed import Work, measure
+from comparison.timing import time_in_turn
 from engine.checkpoint import load_checkpoint
 from engine.decoding import NextLogits
 from engine.device import autocast, peak_flops
 from engine.generation import generate
-from model import GPT, GPTConfig, MultiHeadAttention
+from model import GPT, GPTConfig
 
 GPT2_SMALL = GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, norm_placement="pre",
                        activation="gelu_tanh", attention_impl="sdpa", vocab_padding_multiple=64)  # fmt: skip
@@ -55,58 +58,31 @@ Rows = list[list[str]]
 
 
 def parity(check: Check) -> Rows:
-    """The largest difference of outputs and gradients from a float64 reference, relative to the largest value."""
+    """The largest difference of outputs and gradients of each path from float64, as a share of the largest value.
+
+    Raises:
+        AssertionError: the paths are not the same within rounding.
+    """
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for path in ("manual", "sdpa"):
-            torch.manual_seed(0)
-            attention = MultiHeadAttention(replace(check.config, attention_impl=path)).to(check.device)
-            x = torch.randn(2, 128, check.config.n_embd, device=check.device, requires_grad=True)
-            exact = MultiHeadAttention(replace(check.config, attention_impl="manual")).to(check.device).double()
-            exact.load_state_dict(attention.state_dict())
-            exact_x = x.detach().double().requires_grad_()
-            with autocast(check.device, dtype):
-                output = attention(x)[0].float()
-            expected = exact(exact_x)[0]
-            output.square().sum().backward()
-            expected.square().sum().backward()
-            assert x.grad is not None and exact_x.grad is not None
-            worst = max(_relative(output, expected), _relative(x.grad, exact_x.grad))
-            if worst > (1e-3 if dtype == torch.float32 else 5e-2):
-                raise AssertionError(f"{path} attention in {dtype} is {worst:.1e} away from float64")
-            rows.append([f"parity: {path} attention, {_name(dtype)}, against float64", f"{worst:.1e} of the largest"])
+    for case in agreements(("float32", "bfloat16"), check.config.n_embd, check.config.n_head, check.device, seed=0):
+        figures = f"manual {case.manual.relative:.1e}, sdpa {case.sdpa.relative:.1e} of the largest"
+        if not case.agrees:
+            raise AssertionError(f"the paths differ: {case.dtype}, {case.case}, {case.of}: {figures}")
+        rows.append([f"{case.of} against float64, {case.dtype}, {case.case}", figures])
     return rows
 
 
 def attention_paths(check: Check) -> Rows:
     """Time and peak memory of one attention module, forward and backward, in bfloat16."""
+    work = Work(check.config.n_embd, check.config.n_head, tokens=8192, device=str(check.device))
     rows = []
-    for length in check.lengths:
-        runs, peaks = {}, {}
-        for path in ("manual", "sdpa"):
-            config = replace(check.config, block_size=length, attention_impl=path)
-            runs[path] = _attention_step(check, config, max(1, 8192 // length))
-            _reset_peak(check.device)
-            runs[path]()
-            peaks[path] = _peak(check.device)
-        timings = time_in_turn(runs, rounds=check.rounds)
-        ratio = timings["manual"].median / timings["sdpa"].median
-        times = ", ".join(f"{path} {timing} ms, {peaks[path]}" for path, timing in timings.items())
-        rows.append([f"attention, bf16, T = {length}", f"{times}: manual / sdpa {ratio:.2f}"])
+    for pair in measure(check.lengths, ("bfloat16",), work, check.rounds):
+        told = [
+            f"{name} {path.failed or f'{path.timing} ms'}, {path.own_megabytes or 0:,.0f} MB"
+            for name, path in (("manual", pair.manual), ("sdpa", pair.sdpa))
+        ]
+        rows.append([f"attention, bf16, T = {pair.length}", f"{', '.join(told)} ({pair.sdpa.facts.get('kernel', '')})"])
     return rows
-
-
-def _attention_step(check: Check, config: GPTConfig, rows: int) -> Callable[[], None]:
-    attention = MultiHeadAttention(config).to(check.device)
-    x = torch.randn(rows, config.block_size, config.n_embd, device=check.device)
-
-    def step() -> None:
-        with autocast(check.device, torch.bfloat16):
-            output, _ = attention(x)
-        output.float().square().mean().backward()
-        attention.zero_grad(set_to_none=True)
-
-    return step
 
 
 def training(check: Check, asked_peak: float) -> Rows:
@@ -193,23 +169,6 @@ def resume(check: Check) -> Rows:
         raise AssertionError(f"resuming changes the weights: {differences}")
     figures = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
     return [["resume: largest difference of a weight after 40 updates", figures]]
-
-
-def _relative(value: Tensor, expected: Tensor) -> float:
-    return ((value.double() - expected).abs().max() / expected.abs().max()).item()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak(device: torch.device) -> str:
-    return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MB" if device.type == "cuda" else "memory not measured"
 
 
 def main(argv: list[str]) -> None:

@@ -7,9 +7,9 @@ python -m bench.peers gpt2 text    the rows whose names contain these words
 import sys
 from dataclasses import dataclass
 
-from bench.cases import GPT2, our_config
-from bench.processes import Measured, time_cases_in_turn
-from bench.timing import write_table
+from bench.cases import GPT2, our_config, time_cases_in_turn
+from bench.tables import write_table
+from comparison.processes import Measured
 
 MATRIX_PRODUCT_OPERATIONS = 2 * 4096**3
 
@@ -69,7 +69,7 @@ def line(row: Row, measured: dict[str, Measured]) -> list[str]:
         f"{row.peer_name}: {b.timing}",
         f"{b.timing.median / a.timing.median:.2f}",
         f"{row.units / a.timing.median:,.0f}",
-        f"{a.peak_megabytes:,.0f} / {b.peak_megabytes:,.0f}",
+        " / ".join("-" if m.peak_megabytes is None else f"{m.peak_megabytes:,.0f}" for m in (a, b)),
     ]
 
 

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
@@ -30,14 +30,25 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists every setting)")
 
 
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is list
+
+
+def _one(field: FieldInfo) -> FieldInfo:
+    """The field itself, or one value of a list."""
+    return FieldInfo.from_annotation(get_args(field.annotation)[0]) if _is_list(field) else field
+
+
 def _choices(field: FieldInfo) -> list[str]:
     if field.annotation is bool:
         return ["true", "false"]
-    return [choice for choice in get_args(field.annotation) if isinstance(choice, str) and choice]
+    return [choice for choice in get_args(_one(field).annotation) if isinstance(choice, str) and choice]
 
 
 def _allowed(field: FieldInfo) -> str:
     """What a setting accepts, in words: its choices, or its type and range."""
+    if _is_list(field):
+        return f"one or more, each {_allowed(_one(field))}"
     if _choices(field):
         return " or ".join(_choices(field))
     kinds = {int: "a whole number", float: "a number"}
@@ -65,14 +76,14 @@ def _parser(schema: type[Settings], takes_preset: bool) -> _Parser:
         help_text = f"{field.description} ({default})".replace("%", "%%")
         if name == schema.positional:
             parser.add_argument(name, nargs="?", metavar=name.upper(), help=help_text)
-        elif field.annotation == list[str]:
-            parser.add_argument(f"--{name}", action="append", metavar="TEXT", help=help_text)
+            continue
+        metavar = "|".join(_choices(field)) or metavars[_one(field).annotation]
+        if _is_list(field):
+            parser.add_argument(f"--{name}", action="extend", nargs="+", metavar=metavar, help=help_text)
         elif field.annotation is bool:
-            parser.add_argument(f"--{name}", nargs="?", const="true", metavar="true|false", help=help_text)
+            parser.add_argument(f"--{name}", nargs="?", const="true", metavar=metavar, help=help_text)
         else:
-            parser.add_argument(
-                f"--{name}", metavar="|".join(_choices(field)) or metavars[field.annotation], help=help_text
-            )
+            parser.add_argument(f"--{name}", metavar=metavar, help=help_text)
     return parser
 
 
@@ -131,7 +142,7 @@ def read_given(schema: type[Settings], argv: list[str], *, takes_preset: bool = 
     if unknown:
         raise UserError(f"{unknown[0]}: not expected here; settings are given as --name=value")
     command_line = vars(namespace)
-    name = command_line.pop("preset", None)
+    name = command_line.pop("preset", None) if takes_preset else None
     preset = {} if name is None else _read_preset(name, schema)
     return Given(command_line, overlaid(schema, preset, command_line), name)
 

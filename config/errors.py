@@ -38,7 +38,7 @@ def guarded(main: Callable[[list[str]], None], argv: list[str]) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'input or output'}: {error.strerror or reason_of(error)}")
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return _complain("out of memory: use a smaller --batch_size, --block_size or model, or free some memory")
     return 0
@@ -49,7 +49,8 @@ def _complain(message: str) -> int:
     return 2
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on whatever device."""
     said = str(error).lower()
     words = ("out of memory", "not enough memory", "allocate memory")  # CUDA, Windows, Linux
     return isinstance(error, MemoryError) or any(word in said for word in words)

@@ -36,6 +36,8 @@ Whole = Annotated[int, BeforeValidator(_whole_number), Field(le=2**31)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+TimedDtype = Literal["float64", "float32", "bfloat16", "float16"]
+Length = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=LONGEST_CONTEXT)]
 Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)]
 
 
@@ -147,6 +149,8 @@ class TrainSettings(PreparationFields):
     eval_interval: Whole = Field(250, ge=1, description="updates between validations, each followed by a checkpoint")
     patience: Whole = Field(0, ge=0, description="stop after so many validations without a better one (0: never)")
     log_interval: Whole = Field(10, ge=1, description="updates between lines of metrics.jsonl")
+    sample_tokens: Whole = Field(200, ge=0, description="tokens sampled at each validation, to samples.jsonl (0: none)")
+    report: bool = Field(True, description="draw loss.png and write report.html at each validation")
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases")
     wandb_project: str = Field("glassgpt", min_length=1, description="its project")
 
@@ -183,7 +187,10 @@ class SampleSettings(Settings):
     top_k: Whole = Field(0, ge=0, description="sample among the k likeliest tokens (0: all)")
     top_p: Number = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
     seed: Seed = Field(1337, description="decides what is drawn; sample i depends on the seed and on i alone")
-    stop: list[str] = Field([], description="end before this text; may be given several times")
+    stop: list[str] = Field([], description="end before one of these texts")
+    attention_page: str = Field(
+        "", description="write a page to see the attention of the text in: an HTML file (at most its last 512 tokens)"
+    )
     show_special: bool = Field(False, description="print the end-of-text marker where it was sampled")
     device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: Dtype = Field("auto", description="precision of the weights and the arithmetic")
@@ -197,4 +204,36 @@ class SampleSettings(Settings):
     def _fits_together(self) -> Self:
         if "" in self.stop:
             raise ValueError("stop is empty: expected the text to stop before")
+        if self.attention_page and self.num_samples > 1:
+            raise ValueError(
+                f"attention_page shows one text, but num_samples = {self.num_samples}: leave one of them out"
+            )
+        return self
+
+
+class CompareSettings(Settings):
+    """compare.py: do manual and fused attention agree, which is quicker here, and do they learn alike?"""
+
+    instead_of = {"runs": ("text", "data_dir"), "data_dir": ("text",)}
+
+    device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    lengths: list[Length] = Field([64, 128, 256, 512, 1024, 2048], min_length=1, description="context lengths to time")
+    dtypes: list[TimedDtype] = Field(["float32", "bfloat16"], min_length=1, description="precisions to time")
+    n_embd: Whole = Field(256, ge=1, description="width of the attention module")
+    n_head: Whole = Field(4, ge=1, description="its heads")
+    tokens: Whole = Field(4096, ge=1, description="tokens in a batch, in as many sequences as the length allows")
+    rounds: Whole = Field(5, ge=0, description="timings of each, of which the median counts (0: no timing)")
+    seed: Seed = Field(1337, description="decides weights, inputs and, in the learning curves, the batches")
+    out_dir: str = Field("runs/compare", min_length=1, description="where compare.json and compare.png go")
+
+    text: str = Field("", description="a text to draw both learning curves on, as train.py's")
+    data_dir: str = Field("", description="a folder that prepare.py wrote, for the same")
+    preset: str = Field("quick", min_length=1, description="train.py's preset for it; dropout is turned off")
+    max_iters: Whole = Field(200, ge=1, description="updates of each of the two")
+
+    runs: list[str] = Field([], description="run directories to compare, instead of all else")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        GPTConfig(n_embd=self.n_embd, n_head=self.n_head)
         return self

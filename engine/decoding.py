@@ -35,16 +35,19 @@ Function = Callable[[Tensor], Tensor]
 class NextLogits:
     """The logits of the token after a window, of which all but the last positions may be known already.
 
-    Holds copies of the weights as they are now: make a new one after training on.
+    When `quick`, holds copies of the weights as they are now: make a new one after training on.
 
     Args:
         model: in any mode.
         batch_size: B.
         kv_cache: keep keys and values; without it every call computes the whole window with the model itself.
         positions: most positions that a window will have; block_size when not given.
+        quick: False computes every position with the model itself, and takes no memory for copies.
     """
 
-    def __init__(self, model: GPT, batch_size: int, *, kv_cache: bool = True, positions: int | None = None) -> None:
+    def __init__(
+        self, model: GPT, batch_size: int, *, kv_cache: bool = True, positions: int | None = None, quick: bool = True
+    ) -> None:
         self.model, self.cache = model, None
         if not kv_cache:
             return
@@ -54,6 +57,8 @@ class NextLogits:
         dtype = torch.float32 if weight.is_cpu and weight.dtype.itemsize < 4 else weight.dtype
         self.cache = KVCache(config, batch_size, device=weight.device, dtype=dtype, max_length=length)
         self.step: Function | None = None
+        if not quick:
+            return
         if weight.device.type == "cpu":
             self.step = SinglePosition(model, self.cache)
         elif weight.device.type == "cuda":

@@ -2,6 +2,9 @@
 
 settings.toml    every setting of the run; feed it back in as a preset
 metrics.jsonl    one line a logged step or validation
+samples.jsonl    what the model wrote at each validation
+loss.png         the curves
+report.html      the curves, samples, settings and hardware on one page
 last.pt          everything needed to go on exactly, and to sample
 best.pt          the weights with the best validation loss, to sample
 """
@@ -94,7 +97,7 @@ def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
     if not resume:
         if path.exists():
             raise UserError(f"{out_dir}: already holds a run; add --resume to go on with it, or name another --out_dir")
-        for name in ("best.pt", "metrics.jsonl", "settings.toml"):
+        for name in ("best.pt", "metrics.jsonl", "samples.jsonl", "loss.png", "report.html", "settings.toml"):
             if (out_dir / name).exists() and not _began_here(out_dir):
                 raise UserError(f"{out_dir}: holds a {name} that this run would replace; name another --out_dir")
         return None

@@ -1,4 +1,4 @@
-"""From token ids, as they are made, to text that can be printed at once.
+"""Where a text without a prompt starts; and from token ids, as they are made, to text that can be printed at once.
 
 Never half a character, never the beginning of a stop string, never what comes after one.
 """
@@ -7,6 +7,21 @@ import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
 from data.tokenizers import Tokenizer, length_of_begun
+
+
+def start_of_document(tokenizer: Tokenizer, documents: int) -> int:
+    """The id after which a document starts.
+
+    End-of-text where the model has seen documents begin there; a model of a single document has not, so a line break
+    stands in, or the vocabulary's first id where it has no line break.
+
+    Args:
+        tokenizer: of the model.
+        documents: that the model was trained on.
+    """
+    if documents > 1:
+        return tokenizer.end_of_text
+    return tokenizer.token_bytes.index(b"\n") if b"\n" in tokenizer.token_bytes else 0
 
 
 def stream_text(

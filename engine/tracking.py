@@ -1,10 +1,9 @@
-"""What a run leaves to look at: the progress bar, metrics.jsonl, and Weights & Biases when asked for.
+"""Where a run's numbers and samples go: the progress bar, metrics.jsonl, samples.jsonl, and wandb when asked for.
 
 Knows nothing of models; it is given numbers.
 """
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,50 +14,9 @@ from tqdm import tqdm
 
 from config.errors import UserError, reason_of
 from config.schema import TrainSettings
-from data.files import written_whole
+from engine.step_log import StepLog, read_step_log
 
 WANDB_INIT_SECONDS = 20  # an online run without a network gives up after this
-
-
-class MetricsFile:
-    """One JSON object a line, in the order of the steps; a resumed run goes on where its checkpoint was.
-
-    Args:
-        path: the file.
-        last_step: lines of later steps are dropped, since those steps will be done again.
-    """
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        self.path = path
-        kept = [line for line in self._lines() if line["step"] <= last_step]
-        with written_whole(path) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in kept).encode("utf-8"))
-        self.file = path.open("a", encoding="utf-8")
-
-    def _lines(self) -> list[dict[str, Any]]:
-        lines = []
-        for text in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                continue  # a line that was cut off when the machine stopped
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
-        return lines
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Append one line and hand it to the operating system at once.
-
-        Raises:
-            UserError: the disk does not take it.
-        """
-        try:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}); free some space, then --resume"
-            ) from None
 
 
 class Tracker:
@@ -75,9 +33,11 @@ class Tracker:
     """
 
     def __init__(self, out_dir: Path, settings: TrainSettings, first_step: int, wandb_id: str | None) -> None:
-        self.metrics = MetricsFile(out_dir / "metrics.jsonl", first_step)
+        self.out_dir = out_dir
+        self.metrics = StepLog(out_dir / "metrics.jsonl", first_step)
+        self.samples = StepLog(out_dir / "samples.jsonl", first_step)
         self.wandb_run = _start_wandb(out_dir, settings, wandb_id) if settings.wandb != "disabled" else None
-        self.wandb_failed = False
+        self.failed: set[str] = set()
         interval = 0.1 if sys.stderr.isatty() else 10.0  # a log file need not hold every frame
         self.bar = tqdm(
             total=settings.max_iters, initial=first_step, unit="step", dynamic_ncols=True, mininterval=interval
@@ -91,6 +51,7 @@ class Tracker:
         """End the bar, the file and the wandb run."""
         self.bar.close()
         self.metrics.file.close()
+        self.samples.file.close()
         self.tell_wandb(lambda run: run.finish())
 
     def restart_clock(self, step: int) -> None:
@@ -117,15 +78,29 @@ class Tracker:
         self.metrics.write({"step": step, **values})
         self.tell_wandb(lambda run: run.log(values, step=step))
 
+    def record_sample(self, step: int, text: str) -> None:
+        """Write down what the model wrote after so many updates."""
+        self.samples.write({"step": step, "text": text})
+        self.tell_wandb(lambda run: run.log({"samples": _table(read_step_log(self.samples.path))}, step=step))
+
+    def log_picture(self, step: int) -> None:
+        """Show loss.png in wandb."""
+        self.tell_wandb(lambda run: run.log({"loss curve": _image(self.out_dir / "loss.png")}, step=step))
+
     def tell_wandb(self, what: Callable[[Any], object]) -> None:
-        """Do something with the wandb run; if it fails, say so once and go on without: metrics.jsonl has it all."""
-        if self.wandb_run is None or self.wandb_failed:
+        """Do something with the wandb run, if there is one."""
+        if self.wandb_run is not None:
+            self.attempt("wandb", lambda: what(self.wandb_run))
+
+    def attempt(self, name: str, what: Callable[[], object]) -> None:
+        """Do what training can do without; once it fails, say so and leave it out: metrics.jsonl has it all."""
+        if name in self.failed:
             return
         try:
-            what(self.wandb_run)
-        except Exception as error:  # wandb's own errors, and those of its service and of the network
-            self.wandb_failed = True
-            self.say(f"wandb: failed and is left out from now on ({reason_of(error)}); metrics.jsonl goes on")
+            what()
+        except Exception as error:  # of whatever library, its services, the network or the disk
+            self.failed.add(name)
+            self.say(f"{name}: failed and is left out from now on ({reason_of(error)}); metrics.jsonl goes on")
 
     def show(self, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
         """Put the latest numbers on the bar."""
@@ -138,13 +113,25 @@ class Tracker:
             self.bar.write(line)
 
 
+def _table(samples: list[dict[str, Any]]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=["step", "text"], data=[[sample["step"], str(sample.get("text"))] for sample in samples])
+
+
+def _image(path: Path) -> Any:
+    import wandb
+
+    return wandb.Image(str(path))
+
+
 def _start_wandb(out_dir: Path, settings: TrainSettings, wandb_id: str | None) -> Any:
     try:
         import wandb
     except ImportError:
         raise UserError("wandb: the package is not installed; pip install wandb, or use --wandb=disabled") from None
     try:
-        return wandb.init(
+        run = wandb.init(
             project=settings.wandb_project,
             name=out_dir.name,
             dir=str(out_dir),
@@ -154,6 +141,8 @@ def _start_wandb(out_dir: Path, settings: TrainSettings, wandb_id: str | None) -
             resume="allow",
             settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS),
         )
+        run.define_metric("val_loss", summary="min")
+        return run
     except Exception as error:  # wandb's own errors, and those of the network under it
         advice = "use --wandb=offline or disabled"
         raise UserError(f"wandb = {settings.wandb}: cannot start ({reason_of(error)}); {advice}") from None

@@ -27,6 +27,7 @@ TINY = (
     "--warmup_iters=2",
     "--device=cpu",
     "--dtype=float32",
+    "--report=false",  # a picture takes longer than such a run
 )
 TEXT = "".join(f"Line {i}: the quick brown fox jumps over {i * 7 % 13} lazy dogs.\n" for i in range(80))
 

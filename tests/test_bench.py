@@ -6,55 +6,30 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench.attention
 import bench.cases
 import bench.gpu_check
 import bench.peers
-import bench.processes
-import bench.timing
-from bench.cases import CASES, SMALL
-from bench.processes import time_cases_in_turn
-from bench.timing import Timing, time_in_turn
+import bench.tables
+from bench.cases import CASES, SMALL, time_cases_in_turn
 from model import GPTConfig
 
 
-def test_A13_alternatives_are_warmed_up_and_timed_in_turn() -> None:
-    order: list[str] = []
-    timings = time_in_turn({name: lambda n=name: order.append(n) for name in "ab"}, rounds=5, at_least_seconds=0.0)  # type: ignore[misc]
-    assert order == ["a", "a", "b", "b", *"ab" * 5]
-    assert [len(timing.seconds) for timing in timings.values()] == [5, 5]
-    assert str(Timing((0.003, 0.001, 0.002))) == "2.00 (1.00 to 3.00)", "the median and the spread"
-
-
-def test_A13_a_case_runs_in_its_own_process_and_tells_time_and_peak_memory() -> None:
-    measured = time_cases_in_turn(["nothing", "attention manual float32 32"], rounds=2)
-    nothing, attention = measured.values()
-    assert len(attention.timing.seconds) == 2 and attention.timing.median > nothing.timing.median > 0
-    assert attention.peak_megabytes > nothing.peak_megabytes > 10
+def test_A13_a_case_of_the_peers_runs_in_its_own_process() -> None:
+    nothing = time_cases_in_turn(["nothing"], rounds=2)["nothing"]
+    assert len(nothing.timing.seconds) == 2 and nothing.peak_megabytes and nothing.peak_megabytes > 10
 
 
 def test_A13_a_case_that_fails_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"no such case.*python -m bench.processes"):
+    with pytest.raises(RuntimeError, match=r"the case 'no such case' failed: KeyError"):
         time_cases_in_turn(["no such case"])
 
 
-def test_A13_the_table_gives_time_memory_spread_machine_and_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.timing, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench.attention, "ATTENTION_DTYPES", ("float32",))
-    monkeypatch.setattr(bench.attention, "ATTENTION_LENGTHS", (32,))
-    monkeypatch.setattr(
-        bench.attention, "time_cases_in_turn", lambda names, rounds: time_cases_in_turn(names, rounds=2)
-    )
-    bench.attention.main()
-    title, _, machine, _, columns, _, row = (tmp_path / "attention.md").read_text(encoding="utf-8").splitlines()
-    assert "python -m bench.attention" in machine and f"torch {torch.__version__}" in machine
-    assert [cell.strip() for cell in columns.strip("|").split("|")] == [
-        "dtype", "T", "manual, ms (min to max)", "sdpa, ms (min to max)", "manual / sdpa", "manual, peak MB",
-        "sdpa, peak MB",
-    ]  # fmt: skip
-    assert row.count(" to ") == 2 and not {"faster", "best", "wins"} & set((title + row).split())
+def test_A13_the_table_gives_machine_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.tables, "RESULTS", tmp_path)
+    path = bench.tables.write_table("name", "A title", "python -m bench.peers", ["what", "ms"], [["this", "1.0"]])
+    title, _, said, _, columns, _, row = path.read_text(encoding="utf-8").splitlines()
+    assert title == "# A title" and "python -m bench.peers" in said and f"torch {torch.__version__}" in said
+    assert (columns, row) == ("| what | ms  |", "| this | 1.0 |")
 
 
 def test_the_peers_are_of_the_same_size_and_learn_from_the_same_batch() -> None:

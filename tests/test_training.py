@@ -19,7 +19,7 @@ from config.schema import TrainSettings
 from data.dataset import PreparedData
 from engine.checkpoint import load_checkpoint, model_from_checkpoint
 from engine.device import peak_flops
-from engine.tracking import MetricsFile
+from engine.step_log import StepLog
 from model import GPTConfig
 from tests.conftest import REPOSITORY, TEXT, TINY, Outcome, assert_clean_error, run_prepare, run_train, script
 
@@ -102,7 +102,7 @@ def test_L04_a_resumed_run_appends_without_duplicates(here: Path, char_data: Pat
 def test_L04_unreadable_lines_are_dropped_and_the_rest_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n[]\n{"step": 2}\n{"step": 3}\n{"st')
-    MetricsFile(path, last_step=2).write({"step": 3, "loss": 1.5})
+    StepLog(path, last_step=2).write({"step": 3, "loss": 1.5})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
@@ -241,7 +241,10 @@ def test_a_new_run_never_overwrites_an_old_one(here: Path, char_run: Path, char_
     assert (char_run / "last.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["settings.toml", "metrics.jsonl", "best.pt"])
+OWN = ["settings.toml", "metrics.jsonl", "samples.jsonl", "loss.png", "report.html", "best.pt"]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_files_of_the_user_in_a_run_directory_are_never_replaced(name: str, here: Path, char_data: Path) -> None:
     (here / "run").mkdir()
     (here / "run" / name).write_text("precious = 1")
@@ -429,7 +432,7 @@ def test_T01_training_that_diverges_stops_and_keeps_the_last_finite_checkpoint(
     assert load_checkpoint(here / "run" / "last.pt")["step"] == 10
 
 
-@pytest.mark.parametrize("ended_by", ["an evaluation without validation", "a signal"])
+@pytest.mark.parametrize("ended_by", ["an evaluation without validation", "a sample", "a signal"])
 def test_T01_broken_weights_are_never_saved_even_between_two_log_lines(
     ended_by: str, here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,10 +454,11 @@ def test_T01_broken_weights_are_never_saved_even_between_two_log_lines(
         (here / "text.txt").write_text(TEXT)
         assert run_prepare("text.txt", "--tokenizer=char", "--val_fraction=0", "--out_dir=data").status == 0
         data = "data"
-    outcome = run_train(
-        f"--data_dir={data}", "--out_dir=run", *TINY, "--max_iters=90", "--eval_interval=7", "--log_interval=40"
-    )
-    assert_clean_error(outcome, "a weight is not finite", "earlier, finite state")
+    intervals = ("--max_iters=90", "--eval_interval=7", "--log_interval=40")
+    sampled = f"--sample_tokens={8 if ended_by == 'a sample' else 0}"
+    outcome = run_train(f"--data_dir={data}", "--out_dir=run", *TINY, *intervals, sampled)
+    found = "the logits are not finite" if ended_by == "a sample" else "a weight is not finite"
+    assert_clean_error(outcome, found, "earlier, finite state")
     saved = load_checkpoint(here / "run" / "last.pt")
     assert saved["step"] == 7 and all(torch.isfinite(value).all() for value in saved["model"].values())
 
@@ -479,6 +483,7 @@ def test_a_disk_that_fills_up_is_a_clean_error_and_the_last_checkpoint_stays(
         "best.pt",
         "last.pt",
         "metrics.jsonl",
+        "samples.jsonl",
         "settings.toml",
     ]
 

@@ -9,11 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,14 @@ class Timing:
         """The figure to quote."""
         return statistics.median(self.seconds)
 
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The shortest and the longest."""
+        return min(self.seconds), max(self.seconds)
+
     def __str__(self) -> str:
-        low, high = min(self.seconds), max(self.seconds)
+        """In milliseconds, with the spread."""
+        low, high = self.spread
         return f"{1000 * self.median:.2f} ({1000 * low:.2f} to {1000 * high:.2f})"
 
 
@@ -48,16 +51,17 @@ def time_in_turn(
     repeats = {}
     for name, run in alternatives.items():
         run()
-        once = _seconds(run, 1)
+        once = seconds_of(run, 1)
         repeats[name] = max(1, round(at_least_seconds / max(1e-6, once)))
     timings: dict[str, list[float]] = {name: [] for name in alternatives}
     for _ in range(rounds):
         for name, run in alternatives.items():
-            timings[name].append(_seconds(run, repeats[name]) / repeats[name])
+            timings[name].append(seconds_of(run, repeats[name]) / repeats[name])
     return {name: Timing(tuple(seconds)) for name, seconds in timings.items()}
 
 
-def _seconds(run: Callable[[], object], repeats: int) -> float:
+def seconds_of(run: Callable[[], object], repeats: int) -> float:
+    """How long so many runs take, and what they gave the GPU."""
     synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -70,6 +74,8 @@ def synchronize() -> None:
     """Wait until the GPU, if there is one, has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
 
 
 def machine() -> str:
@@ -80,12 +86,3 @@ def machine() -> str:
         model = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
         processor = f"{os.cpu_count()} cores of {model}, {torch.get_num_threads()} threads"
     return f"{processor}; {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def write_table(name: str, title: str, command: str, columns: list[str], rows: list[list[str]]) -> Path:
-    """Write a Markdown table to bench/results/, with the machine and the command that made it."""
-    lines = [f"# {title}", "", f"Measured on {machine()}, with `{command}`.", ""]
-    lines += ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
-    path = RESULTS / f"{name}.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path

@@ -1,0 +1,1 @@
+"""Pictures and pages to look at: of a run, of several, of a comparison, of attention."""
