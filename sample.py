@@ -3,28 +3,31 @@
 python sample.py --out_dir=runs/quick --prompt="def " --num_samples=3
 python sample.py --out_dir=runs/quick --temperature=0 --stop="def"
 python sample.py --out_dir=runs/quick --prompt="def " --attention_page=attention.html
+python sample.py --out_dir=runs/quick --prompts_file=prompts.txt --batch_size=16
+python sample.py --out_dir=runs/quick --interactive
 """
 
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import NamedTuple
 
 from config.command_line import parse
 from config.errors import UserError, run_command
 from config.schema import SampleSettings
 from data.sources import same_newlines
 from data.tokenizers import Tokenizer
-from engine.checkpoint import load_checkpoint, model_from_checkpoint, tokenizer_from_checkpoint
+from engine.checkpoint import load_checkpoint, model_from_checkpoint, newest_checkpoint, tokenizer_from_checkpoint
+from engine.completion import Completions
 from engine.decoding import NextLogits
 from engine.device import choose_device, choose_dtype
-from engine.generation import generate
-from engine.text_stream import start_of_document, stream_text
-from views.attention_page import write_attention_page
+from engine.text_stream import start_of_document
+from model import GPT
 
 
 def main(argv: list[str]) -> None:
-    """Print completions of one prompt as they are made."""
+    """Print completions of the prompts as they are made."""
     settings = parse(SampleSettings, argv)
     refuse_page_without_place(settings.attention_page)
     path = checkpoint_path(settings)
@@ -34,58 +37,122 @@ def main(argv: list[str]) -> None:
     dtype, reason = choose_dtype(settings.dtype, device, training=False)
     changes = {"attention_impl": settings.attention_impl} if settings.attention_impl else {}
     model = model_from_checkpoint(checkpoint, path, **changes).to(device, dtype).eval()
-    text = prompt_text(settings)
-    prompt = prompt_ids(text, tokenizer, settings, documents=checkpoint["data"]["documents"])
-    size = f"{model.parameter_count():,} parameters"
-    note(f"{path}: step {checkpoint['step']:,}, {size}, on {device} in {dtype} ({reason})")
-    step = checkpoint["step"]
-    del checkpoint  # on Windows a file that is mapped cannot be replaced
-    if len(prompt) > model.config.block_size:
-        note(f"the prompt has {len(prompt):,} tokens; the model sees the last {model.config.block_size:,} of them")
     if settings.context_shift > model.config.block_size:
         raise UserError(
             f"context_shift = {settings.context_shift}: expected at most the model's context of "
             f"{model.config.block_size} tokens"
         )
-    positions = len(prompt) + settings.max_new_tokens
-    next_logits = NextLogits(model, 1, kv_cache=settings.kv_cache, positions=positions)
-    for sample in range(settings.num_samples):
-        if settings.num_samples > 1:
-            print(f"--- sample {sample + 1} of {settings.num_samples}")
-        ids = print_sample(next_logits, tokenizer, text, prompt, settings, sample)
+    prompter = Prompter(tokenizer, settings, documents=checkpoint["data"]["documents"])
+    prompts = None if settings.interactive else [prompter.read(text) for text in prompt_texts(settings)]
+    title = f"{path}: step {checkpoint['step']:,}"
+    note(f"{title}, {model.parameter_count():,} parameters, on {device} in {dtype} ({reason})")
+    del checkpoint  # on Windows a file that is mapped cannot be replaced
+    if prompts is None:
+        for text in asked_texts():
+            try:
+                print_completions(model, tokenizer, [prompter.read(text)], settings)
+            except UserError as error:  # the next text may do
+                note(str(error))
+        return
+    longest = max(len(prompt.ids) for prompt in prompts)
+    if longest > model.config.block_size:
+        note(f"the prompt has {longest:,} tokens; the model sees the last {model.config.block_size:,} of them")
+    made = print_completions(model, tokenizer, prompts, settings)
     if settings.attention_page:
-        title = f"{path}, step {step:,}"
-        shown = write_attention_page(Path(settings.attention_page), model, tokenizer, [*prompt, *ids], title)
+        from views.attention_page import write_attention_page  # the text appears sooner without what pages need
+
+        ids = [*prompts[0].ids, *made]
+        shown = write_attention_page(Path(settings.attention_page), model, tokenizer, ids, title)
         note(f"{settings.attention_page}: shows the attention of {shown:,} tokens; open it in a browser")
 
 
-def print_sample(
-    next_logits: NextLogits, tokenizer: Tokenizer, text: str, prompt: list[int], settings: SampleSettings, sample: int
-) -> list[int]:
-    """Print the prompt and its completion, each piece as soon as it is known; the ids of the completion."""
-    tokens = generate(
-        next_logits.model,
-        torch.tensor([prompt], device=next_logits.model.device),
-        settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=settings.seed,
-        first_sample=sample,
-        context_shift=settings.context_shift,
-        next_logits=next_logits,
-    )
-    print(text, end="", flush=True)
-    made: list[int] = []
-    try:
-        ids = (made.append(token) or token for token in map(int, tokens))  # type: ignore[func-returns-value]
-        for piece in stream_text(ids, tokenizer, stop=settings.stop, show_special=settings.show_special):
+class Prompt(NamedTuple):
+    """A text to continue, and its token ids."""
+
+    text: str
+    ids: list[int]
+
+
+class Prompter:
+    """Turns texts into prompts; an empty one starts as a document starts.
+
+    Args:
+        tokenizer: of the model.
+        settings: of the sampling.
+        documents: that the model has seen.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, settings: SampleSettings, documents: int) -> None:
+        self.tokenizer, self.settings, self.documents = tokenizer, settings, documents
+
+    def read(self, text: str) -> Prompt:
+        """The prompt of a text, under the newline rule of the training text.
+
+        Raises:
+            UserError: the tokenizer lacks a character of it.
+        """
+        text = same_newlines(text)
+        if not text:
+            return Prompt(text, [start_of_document(self.tokenizer, self.documents)])
+        return Prompt(text, self.tokenizer.encode(text, parse_special=self.settings.parse_special).tolist())
+
+
+def print_completions(model: GPT, tokenizer: Tokenizer, prompts: list[Prompt], settings: SampleSettings) -> list[int]:
+    """Print every completion of every prompt, so many at once as the settings say; the ids of the last one."""
+    jobs = [(number, sample) for number in range(len(prompts)) for sample in range(settings.num_samples)]
+    next_logits, last = None, []
+    for start in range(0, len(jobs), settings.batch_size):
+        batch = jobs[start : start + settings.batch_size]
+        ids = [prompts[number].ids for number, _ in batch]
+        if next_logits is None or len(batch) < settings.batch_size:
+            positions = max(len(prompt.ids) for prompt in prompts) + settings.max_new_tokens
+            next_logits = NextLogits(model, len(batch), kv_cache=settings.kv_cache, positions=positions)
+        completions = Completions(model, tokenizer, ids, [sample for _, sample in batch], settings, next_logits)
+        try:
+            if settings.logprobs:
+                print_records(completions, batch)
+            else:
+                print_texts(completions, batch, prompts, settings)
+        except FloatingPointError as error:
+            print(flush=True)
+            raise UserError(f"{error}: the checkpoint's weights are broken; sample from an earlier one") from None
+        last = completions.ids[-1]
+    return last
+
+
+def print_texts(
+    completions: Completions, batch: list[tuple[int, int]], prompts: list[Prompt], settings: SampleSettings
+) -> None:
+    """Print a batch of completions: a single one piece by piece, several when they are done."""
+
+    def begin(number: int, sample: int) -> None:
+        places = [("prompt", number, len(prompts)), ("sample", sample, settings.num_samples)]
+        several = [f"{name} {place + 1} of {total}" for name, place, total in places if total > 1]
+        if several:
+            print(f"--- {', '.join(several)}")
+        print(prompts[number].text if settings.echo else "", end="", flush=True)
+
+    if len(batch) == 1:
+        begin(*batch[0])
+        for (piece,) in completions:
             print(piece, end="", flush=True)
-    except FloatingPointError as error:
         print(flush=True)
-        raise UserError(f"{error}: the checkpoint's weights are broken; sample from an earlier one") from None
-    print(flush=True)
-    return made
+        return
+    steps = list(completions)
+    for row, (number, sample) in enumerate(batch):
+        begin(number, sample)
+        print("".join(pieces[row] for pieces in steps), flush=True)
+
+
+def print_records(completions: Completions, batch: list[tuple[int, int]]) -> None:
+    """Print a line of JSON for each token that is made."""
+    counts = [0] * len(batch)
+    for _ in completions:
+        for row, (number, sample) in enumerate(batch):
+            if len(completions.ids[row]) > counts[row]:
+                place = {"prompt": number, "sample": sample, "index": counts[row]}
+                print(json.dumps({**place, **completions.token_record(row)}, ensure_ascii=False), flush=True)
+                counts[row] += 1
 
 
 def refuse_page_without_place(page: str) -> None:
@@ -104,46 +171,59 @@ def checkpoint_path(settings: SampleSettings) -> Path:
     Raises:
         UserError: there is no checkpoint there.
     """
-    if settings.checkpoint:
-        return Path(settings.checkpoint)
-    if settings.out_dir:
-        folder = Path(settings.out_dir)
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such run directory; train one with train.py, or name another --out_dir")
-    else:
-        saved = sorted(Path("runs").glob("*/last.pt"), key=lambda file: file.stat().st_mtime)
-        if not saved:
-            raise UserError("runs: there is no trained run here; train one with train.py, or name it with --out_dir")
-        folder = saved[-1].parent
-    best = folder / "best.pt"
-    return best if best.exists() else folder / "last.pt"
+    if settings.checkpoint or settings.out_dir:
+        return newest_checkpoint(Path(settings.checkpoint or settings.out_dir))
+    saved = sorted(Path("runs").glob("*/last.pt"), key=lambda file: file.stat().st_mtime)
+    if not saved:
+        raise UserError("runs: there is no trained run here; train one with train.py, or name it with --out_dir")
+    return newest_checkpoint(saved[-1].parent)
 
 
-def prompt_text(settings: SampleSettings) -> str:
-    """The text to continue, under the newline rule of the training text.
+def prompt_texts(settings: SampleSettings) -> list[str]:
+    """The texts to continue.
 
     Raises:
-        UserError: the prompt file cannot be read.
+        UserError: a file of prompts cannot be read, or holds none.
     """
-    if not settings.prompt_file:
-        return same_newlines(settings.prompt)
+    if settings.prompt_file:
+        return [text_of(settings.prompt_file)]
+    if not settings.prompts_file:
+        return [settings.prompt]
+    lines = [line for line in same_newlines(text_of(settings.prompts_file)).split("\n") if line]
+    if settings.prompts_file.endswith(".jsonl"):
+        try:
+            lines = [json.loads(line)["prompt"] for line in lines]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{settings.prompts_file}: expected in each line a JSON object with a prompt ({error!r})"
+            ) from None
+    if not lines or not all(isinstance(line, str) for line in lines):
+        raise UserError(f"{settings.prompts_file}: holds no prompts; expected a text in each line")
+    return lines
+
+
+def text_of(name: str) -> str:
+    """The text of a file of prompts.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
-        return same_newlines(Path(settings.prompt_file).read_bytes().decode("utf-8-sig"))
+        return Path(name).read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"{settings.prompt_file}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{name}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{settings.prompt_file}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+        raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason})") from None
 
 
-def prompt_ids(text: str, tokenizer: Tokenizer, settings: SampleSettings, documents: int) -> list[int]:
-    """Token ids of the prompt; an empty one starts as a document starts.
-
-    Raises:
-        UserError: the tokenizer lacks a character of the prompt.
-    """
-    if text:
-        return tokenizer.encode(text, parse_special=settings.parse_special).tolist()
-    return [start_of_document(tokenizer, documents)]
+def asked_texts() -> Iterator[str]:
+    """One text after another, as they are typed, until the input ends."""
+    while True:
+        note("prompt (an empty line ends):")
+        line = sys.stdin.readline()
+        if not line.strip("\r\n"):
+            return
+        yield line.rstrip("\r\n")
 
 
 def note(line: str) -> None:

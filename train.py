@@ -19,9 +19,14 @@ from torch import Tensor
 from config.command_line import Given, checked, read_given
 from config.errors import UserError, run_command
 from config.schema import SampleSettings, TrainSettings
-from data.batches import TrainingBatches, validation_batches
+from data.batches import TrainingBatches
 from data.dataset import PreparedData
-from engine.checkpoint import model_from_checkpoint
+from engine.checkpoint import (
+    load_checkpoint,
+    model_from_checkpoint,
+    newest_checkpoint,
+    tokenizer_from_checkpoint,
+)
 from engine.decoding import NextLogits
 from engine.device import (
     autocast,
@@ -32,17 +37,23 @@ from engine.device import (
     keep_freed_memory,
     peak_flops,
 )
-from engine.evaluation import Evaluation, evaluate
+from engine.evaluation import Evaluation, evaluate_tokens
 from engine.generation import generate
 from engine.optimizer import learning_rate_at, make_optimizer
-from engine.run import Run, checkpoint_to_resume, open_data, place_of_run, settings_to_resume, sole_use
+from engine.run import (
+    Run,
+    checkpoint_to_resume,
+    open_data,
+    place_of_run,
+    settings_to_resume,
+    sole_use,
+    with_model_of,
+)
 from engine.signals import StopSignals
 from engine.text_stream import start_of_document, stream_text
 from engine.tracking import Tracker
 from model import GPT
 from views.run_page import write_run_page
-
-VALIDATION_TOKENS_AT_ONCE = 8192  # at least, as small batches cost the more time the smaller they are
 
 
 def main(argv: list[str]) -> None:
@@ -55,17 +66,24 @@ def main(argv: list[str]) -> None:
 
 def begin(given: Given, out_dir: Path, resume: bool) -> None:
     """Start a run in its directory, or go on with the one that is there."""
-    checkpoint = checkpoint_to_resume(out_dir, resume)
+    checkpoint, origin_path = checkpoint_to_resume(out_dir, resume), out_dir / "last.pt"
     if checkpoint is None:
         settings = checked(TrainSettings, given.values)
     else:
         settings = settings_to_resume(checkpoint["settings"], given, out_dir)
     settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
+    origin, tokenizer = checkpoint, None
+    if settings.init_from:
+        if origin is None:
+            origin_path = newest_checkpoint(Path(settings.init_from))
+            origin = load_checkpoint(origin_path)
+        tokenizer = tokenizer_from_checkpoint(origin, origin_path)
+        settings = with_model_of(settings, given, origin, tokenizer, origin_path)
     keep_freed_memory()
     device = choose_device(settings.device)
     dtype, dtype_reason = choose_dtype(settings.dtype, device, training=True)
-    data = open_data(settings, checkpoint)
-    model = make_model(settings, data, checkpoint, out_dir / "last.pt").to(device)
+    data = open_data(settings, checkpoint, tokenizer)
+    model = make_model(settings, data, origin, origin_path).to(device)
     batches = TrainingBatches(
         data.train,
         block_size=settings.block_size,
@@ -84,19 +102,21 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
     if checkpoint is not None and run.is_finished:
         print(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
         return
-    del checkpoint
+    del checkpoint, origin
     train(run, batches, dtype, facts)
 
 
-def make_model(settings: TrainSettings, data: PreparedData, checkpoint: dict[str, Any] | None, path: Path) -> GPT:
-    """A new model from the seed, or the one in a checkpoint.
+def make_model(settings: TrainSettings, data: PreparedData, origin: dict[str, Any] | None, path: Path) -> GPT:
+    """A new model from the seed, or the one in a checkpoint, with a context as short as the settings say.
 
     Raises:
         UserError: the checkpoint contradicts itself.
     """
-    if checkpoint is not None:
+    if origin is not None:
         changes = {"attention_impl": settings.attention_impl, "dropout": settings.dropout}
-        model = model_from_checkpoint(checkpoint, path, **changes)
+        model = model_from_checkpoint(origin, path, **changes)
+        if settings.init_from and settings.block_size < model.config.block_size:
+            model.crop_block_size(settings.block_size)
         if model.config != settings.gpt_config(data.tokenizer.vocab_size):
             raise UserError(f"{path}: its settings and its architecture contradict each other")
         return model
@@ -246,17 +266,10 @@ def validate(run: Run, tracker: Tracker, dtype: torch.dtype) -> Evaluation | Non
     Raises:
         UserError: the loss is not finite.
     """
-    tokens, device = run.data.validation, run.model.device
+    tokens = run.data.validation
     if not len(tokens):
         return None
-    windows = validation_batches(
-        tokens,
-        block_size=run.settings.block_size,
-        batch_size=max(run.settings.batch_size, VALIDATION_TOKENS_AT_ONCE // run.settings.block_size),
-        device=device,
-    )
-    byte_lengths = torch.from_numpy(run.data.tokenizer.byte_lengths()).to(device)
-    result = evaluate(run.model, windows, byte_lengths, dtype)
+    result = evaluate_tokens(run.model, tokens, run.data.tokenizer, dtype, batch_size=run.settings.batch_size)
     if not math.isfinite(result.loss):
         raise run.divergence(f"the validation loss is {result.loss}")
     tracker.record(

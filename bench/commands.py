@@ -24,7 +24,7 @@ from bench.tables import write_table
 from comparison.processes import ROOT
 from comparison.timing import Timing
 from data.preparation import DOWNLOADS, PREPARED
-from data.sources import open_source, read_text
+from data.sources import open_source, read_documents
 from data.tokenizers import BPETokenizer, tokenizer_from_json
 
 ROUNDS = 5
@@ -137,7 +137,9 @@ def preparation_row(folder: Path) -> list[str]:
     """Seconds for 200 MB of the standard library's source, repeated, beside tiktoken on one thread."""
     large = folder / "large.txt"
     with open_source("stdlib", DOWNLOADS) as source, large.open("w", encoding="utf-8") as file:
-        pieces = [piece for document in source.documents for piece in read_text(document, "utf-8")]
+        pieces = [
+            piece for document in source.documents for text in read_documents(document, "utf-8") for piece in text
+        ]
         while file.tell() < LARGE_TEXT_BYTES:
             file.writelines(pieces)
     memory = []

@@ -57,11 +57,14 @@ class PreparationFields(Settings):
     """How text becomes tokens; shared by prepare.py and by train.py --text."""
 
     tokenizer: str = Field(
-        "bpe", description="char, byte, bpe (trained on the text), or a tiktoken encoding such as gpt2", min_length=1
+        "bpe",
+        description="char, byte, bpe (trained on the text), a tiktoken encoding such as gpt2, or a tokenizer file",
+        min_length=1,
     )
     vocab_size: Whole = Field(2048, ge=257, le=2**20, description="ids of a bpe vocabulary, end-of-text included")
     val_fraction: Number = Field(0.1, ge=0, lt=1, description="share of the tokens, at the end, kept for validation")
     encoding: str = Field("utf-8", description="character encoding of the text files")
+    text_field: str = Field("text", min_length=1, description="the field of .jsonl files that holds the text")
     parse_special: bool = Field(
         False, description="read <|endoftext|> in the text as the end-of-text id; otherwise it is plain text"
     )
@@ -80,11 +83,28 @@ class PrepareSettings(PreparationFields):
     out_dir: str = Field("", description="where the tokens go (empty: a folder under data/prepared, named after both)")
 
 
+class InteropSettings(Settings):
+    """interop: a model of other tools -> a run directory, or the other way round."""
+
+    positional = "source"
+
+    source: str = Field(min_length=1, description="what is read: a folder, a name, or a run directory")
+    out_dir: str = Field(min_length=1, description="where it is written to")
+
+
+# What a model says that a run begins with.
+ARCHITECTURE = (
+    "n_layer", "n_head", "n_embd", "bias", "norm_placement", "position", "activation", "tied_head",
+    "vocab_padding_multiple",
+)  # fmt: skip
+
+
 class TrainSettings(PreparationFields):
     """train.py: tokens -> a trained run directory."""
 
     instead_of = {
-        "data_dir": ("text", "tokenizer", "vocab_size", "val_fraction", "encoding", "parse_special"),
+        "init_from": (*ARCHITECTURE, "tokenizer", "vocab_size"),
+        "data_dir": ("text", "tokenizer", "vocab_size", "val_fraction", "encoding", "text_field", "parse_special"),
         "text": ("data_dir",),
     }
 
@@ -93,6 +113,9 @@ class TrainSettings(PreparationFields):
     data_dir: str = Field("", description="a folder that prepare.py wrote")
 
     # run
+    init_from: str = Field(
+        "", description="a run or checkpoint to begin with its weights; its architecture and tokenizer are taken"
+    )
     out_dir: str = Field("", description="the run directory (empty: runs/ and the name of the preset or text)")
     resume: bool = Field(False, description="go on from the last checkpoint in out_dir")
     seed: Seed = Field(1337, description="decides the initial weights, the batches and dropout")
@@ -171,25 +194,63 @@ class TrainSettings(PreparationFields):
         return GPTConfig(vocab_size=vocab_size, **{name: getattr(self, name) for name in shared})
 
 
+class EvaluateSettings(Settings):
+    """engine.evaluation: a run and some data -> loss, perplexity and bits per byte."""
+
+    positional = "run"
+
+    run: str = Field(min_length=1, description="a run directory or a checkpoint")
+    data: str = Field("", description="a folder that prepare.py wrote, or a text (empty: the run's own data)")
+    part: Literal["", "validation", "training"] = Field(
+        "", description="of the prepared data (empty: validation where there is some)"
+    )
+    encoding: str = Field("utf-8", description="character encoding of the text files")
+    text_field: str = Field("text", min_length=1, description="the field of .jsonl files that holds the text")
+    device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
+    dtype: Dtype = Field("auto", description="precision of the matrix products")
+
+
 class SampleSettings(Settings):
     """sample.py: a run directory -> completions."""
 
-    instead_of = {"checkpoint": ("out_dir",), "prompt_file": ("prompt",)}
+    instead_of = {
+        "checkpoint": ("out_dir",),
+        "prompt_file": ("prompt",),
+        "prompts_file": ("prompt", "prompt_file"),
+        "interactive": ("prompt", "prompt_file", "prompts_file"),
+    }
 
     out_dir: str = Field("", description="a run directory: its best.pt, else its last.pt (empty: the newest in runs/)")
     checkpoint: str = Field("", description="a checkpoint file, instead of out_dir")
     prompt: str = Field("", description="text to continue (empty: start as a document starts)")
     prompt_file: str = Field("", description="a UTF-8 file with the text to continue")
+    prompts_file: str = Field(
+        "", description="a UTF-8 file with a text to continue in each line, or .jsonl with objects that have a prompt"
+    )
+    interactive: bool = Field(False, description="ask for one text after another, and keep the model loaded")
     parse_special: bool = Field(False, description="read <|endoftext|> in the prompt as the end-of-text id")
-    num_samples: Whole = Field(1, ge=1, description="completions; each has its own seed")
+    num_samples: Whole = Field(1, ge=1, description="completions of each prompt; each has its own seed")
+    batch_size: Whole = Field(
+        1, ge=1, description="completions made at once, which is quicker; more than 1 are printed when they are done"
+    )
     max_new_tokens: Whole = Field(300, ge=0, description="tokens to add at most")
     temperature: Number = Field(0.8, ge=0, description="0 takes the likeliest token; higher is more varied")
     top_k: Whole = Field(0, ge=0, description="sample among the k likeliest tokens (0: all)")
     top_p: Number = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
+    min_p: Number = Field(
+        0.0, ge=0, le=1, description="sample among tokens with this share of the likeliest one's probability (0: all)"
+    )
+    repetition_penalty: Number = Field(
+        1.0, gt=0, description="above 1, tokens that were there already become less likely"
+    )
     seed: Seed = Field(1337, description="decides what is drawn; sample i depends on the seed and on i alone")
     stop: list[str] = Field([], description="end before one of these texts")
     attention_page: str = Field(
         "", description="write a page to see the attention of the text in: an HTML file (at most its last 512 tokens)"
+    )
+    echo: bool = Field(True, description="print the prompt before its completion")
+    logprobs: Whole = Field(
+        0, ge=0, description="print a line of JSON a token instead of text, with so many of the likeliest (0: text)"
     )
     show_special: bool = Field(False, description="print the end-of-text marker where it was sampled")
     device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
@@ -204,10 +265,9 @@ class SampleSettings(Settings):
     def _fits_together(self) -> Self:
         if "" in self.stop:
             raise ValueError("stop is empty: expected the text to stop before")
-        if self.attention_page and self.num_samples > 1:
-            raise ValueError(
-                f"attention_page shows one text, but num_samples = {self.num_samples}: leave one of them out"
-            )
+        for name in ("num_samples", "prompts_file", "interactive"):
+            if self.attention_page and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"attention_page shows one text, but {name} = {getattr(self, name)}: leave one out")
         return self
 
 

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from config.errors import UserError
 from config.schema import PreparationFields
 from data.dataset import Metadata, PreparedData, read_metadata, to_stored, token_dtype
-from data.sources import Source, open_source, read_text
+from data.sources import Source, open_source, read_documents
+from data.tokenizer_files import tokenizer_from_file
 from data.tokenizers import (
     BPE_PATTERN,
     CORES,
@@ -37,7 +38,7 @@ PREPARED, DOWNLOADS = DATA / "prepared", DATA / "downloads"
 FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")  # the last makes the folder valid
 STAGING_PREFIX = ".preparing-"
 PIECE_LIMIT = 1 << 26  # characters without a place to cut; more would be encoded in unbounded memory
-PIECES_AT_ONCE = 8 * CORES
+CHARACTERS_AT_ONCE, PIECES_AT_ONCE = CORES << 23, 1 << 12
 BPE_LEARNS_FROM = 1 << 26  # bytes; of a larger text, pieces spread evenly over it teach the same merges in less time
 
 
@@ -49,13 +50,16 @@ class Totals:
     bytes: int = 0
 
 
-def prepare(source: Source, options: PreparationFields, out_dir: Path) -> Metadata:
+def prepare(
+    source: Source, options: PreparationFields, out_dir: Path, given_tokenizer: Tokenizer | None = None
+) -> Metadata:
     """Make a prepared folder, or leave nothing behind.
 
     Args:
         source: the text.
         options: tokenizer and split.
         out_dir: the folder; one that prepare wrote earlier is replaced.
+        given_tokenizer: used instead of the one that the options name.
 
     Raises:
         UserError: the text, the tokenizer or the split cannot be had, or out_dir holds something else.
@@ -63,7 +67,7 @@ def prepare(source: Source, options: PreparationFields, out_dir: Path) -> Metada
     _check_encoding(options.encoding)
     _refuse_foreign_folder(out_dir, source)
     with _staging_folder(out_dir) as staging:
-        tokenizer, totals = _tokenizer_for(source, options)
+        tokenizer, totals = _tokenizer_for(source, options, given_tokenizer)
         if not totals.characters:
             raise UserError(f"{source.name}: holds no text")
         dtype = token_dtype(tokenizer.vocab_size)
@@ -96,24 +100,36 @@ def prepare(source: Source, options: PreparationFields, out_dir: Path) -> Metada
     return metadata
 
 
-def prepare_if_needed(source_name: str, options: PreparationFields) -> PreparedData:
+def prepare_if_needed(
+    source_name: str, options: PreparationFields, given_tokenizer: Tokenizer | None = None
+) -> PreparedData:
     """Exactly this text prepared in exactly this way: as it was earlier, or now.
+
+    Args:
+        source_name: as `open_source` takes it.
+        options, given_tokenizer: as in `prepare`.
 
     Raises:
         UserError: as `open_source` and `prepare`.
     """
     with open_source(source_name, DOWNLOADS) as source:
-        folder = default_folder(source, options)
+        folder = default_folder(source, options, given_tokenizer)
         try:
             return PreparedData(folder)
         except UserError:  # not there, or damaged
-            prepare(source, options, folder)
+            prepare(source, options, folder, given_tokenizer)
             return PreparedData(folder)
 
 
-def default_folder(source: Source, options: PreparationFields) -> Path:
+def default_folder(source: Source, options: PreparationFields, given_tokenizer: Tokenizer | None = None) -> Path:
     """Where a preparation goes when nobody says: another one for every text and every way to prepare it."""
-    identity = repr((source.sha256, options.model_dump(include=set(PreparationFields.model_fields))))
+    options_used = options.model_dump(include=set(PreparationFields.model_fields))
+    tokenizer_file = Path(options.tokenizer)
+    if given_tokenizer is not None:
+        options_used["tokenizer"] = given_tokenizer.sha256()
+    elif tokenizer_file.is_file():
+        options_used["tokenizer"] = _file_sha256(tokenizer_file)
+    identity = repr((source.sha256, options_used))
     digest = hashlib.sha256(identity.encode("utf-8")).hexdigest()[:12]
     return PREPARED / f"{safe_name(source.name)}-{safe_name(options.tokenizer)}-{digest}"
 
@@ -171,37 +187,44 @@ def _staging_folder(out_dir: Path) -> Iterator[Path]:
 
 def _pieces(
     source: Source, options: PreparationFields, safe_prefix: Callable[[str], int], progress: str
-) -> Iterator[list[str]]:
-    """Each document as lists of pieces that can be encoded on their own; an empty list ends a document."""
+) -> Iterator[list[str | None]]:
+    """All documents in pieces that can be encoded on their own, None at the end of each, as many at once as pays."""
+    pieces: list[str | None] = []
+    characters = 0
     with tqdm(total=source.size(), desc=progress, unit="B", unit_scale=True, leave=False) as bar:
         for document in source.documents:
-            waiting, pieces = "", []
-            for text in read_text(document, options.encoding, bar.update):
-                waiting += text
-                cut = safe_prefix(waiting)
-                pieces.append(waiting[:cut])
-                waiting = waiting[cut:]
-                if len(waiting) > PIECE_LIMIT:
-                    raise UserError(
-                        f"{document.path}: more than {PIECE_LIMIT:,} characters without a place where the "
-                        f"{options.tokenizer} tokenizer can cut them; use --tokenizer=char or byte"
-                    )
-                if len(pieces) == PIECES_AT_ONCE:
-                    yield pieces
-                    pieces = []
-            yield [*pieces, waiting]
-            yield []
+            for texts in read_documents(document, options.encoding, options.text_field, bar.update):
+                waiting = ""
+                for text in texts:
+                    waiting += text
+                    cut = safe_prefix(waiting)
+                    pieces.append(waiting[:cut])
+                    waiting = waiting[cut:]
+                    if len(waiting) > PIECE_LIMIT:
+                        raise UserError(
+                            f"{document.path}: more than {PIECE_LIMIT:,} characters without a place where the "
+                            f"{options.tokenizer} tokenizer can cut them; use --tokenizer=char or byte"
+                        )
+                    characters += cut
+                    if characters > CHARACTERS_AT_ONCE or len(pieces) > PIECES_AT_ONCE:
+                        yield pieces
+                        pieces, characters = [], 0
+                pieces += [waiting, None]
+        yield pieces
 
 
-def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenizer, Totals]:
+def _tokenizer_for(
+    source: Source, options: PreparationFields, given_tokenizer: Tokenizer | None
+) -> tuple[Tokenizer, Totals]:
     """First pass: count the text, and learn the vocabulary from it where it is learned."""
     totals = Totals()
-    learns_bpe = options.tokenizer == "bpe"
+    known = given_tokenizer or _known_tokenizer(options.tokenizer)
+    learns_bpe = known is None and options.tokenizer == "bpe"
     safe_prefix = (lambda text: last_safe_cut(text, BPE_PATTERN)) if learns_bpe else len
 
     def counted() -> Iterator[str]:
         for pieces in _pieces(source, options, safe_prefix, "reading"):
-            for piece in pieces:
+            for piece in filter(None, pieces):
                 totals.characters += len(piece)
                 try:
                     totals.bytes += len(piece.encode("utf-8"))
@@ -210,19 +233,28 @@ def _tokenizer_for(source: Source, options: PreparationFields) -> tuple[Tokenize
                 yield piece
 
     tokenizer: Tokenizer
-    if options.tokenizer == "char":
+    if known is not None:
+        tokenizer = known
+        for _ in counted():
+            pass
+    elif options.tokenizer == "char":
         characters: set[str] = set()
         for piece in counted():
             characters.update(piece)
         tokenizer = CharTokenizer(characters)
-    elif learns_bpe:
+    else:
         share = min(1.0, BPE_LEARNS_FROM / max(1, source.size()))
         tokenizer = train_bpe(_spread(counted(), share), options.vocab_size)
-    else:
-        tokenizer = ByteTokenizer() if options.tokenizer == "byte" else named_encoding(options.tokenizer)
-        for _ in counted():
-            pass
     return tokenizer, totals
+
+
+def _known_tokenizer(name: str) -> Tokenizer | None:
+    """A tokenizer that need not be learned from the text; None where it must."""
+    if name in ("char", "bpe"):
+        return None
+    if name == "byte":
+        return ByteTokenizer()
+    return tokenizer_from_file(Path(name)) if Path(name).is_file() else named_encoding(name)
 
 
 def _spread(pieces: Iterable[str], share: float) -> Iterator[str]:
@@ -245,8 +277,10 @@ def _encode_to_file(
     with path.open("wb") as file:
         cut = partial(tokenizer.safe_prefix, parse_special=special)
         for pieces in _pieces(source, options, cut, "encoding"):
-            encoded = tokenizer.encode_batch(pieces, parse_special=special) if pieces else [end_of_text]
-            for ids in encoded:
+            texts = [piece for piece in pieces if piece is not None]
+            encoded = iter(tokenizer.encode_batch(texts, parse_special=special))
+            for piece in pieces:
+                ids = end_of_text if piece is None else next(encoded)
                 file.write(to_stored(ids, dtype).tobytes())
                 tokens += len(ids)
                 documents += int(np.count_nonzero(ids == tokenizer.end_of_text))

@@ -6,16 +6,21 @@ A source is a list of documents in a stated order (sorted by path). Knows nothin
 import codecs
 import contextlib
 import glob
+import gzip
 import hashlib
+import io
+import json
 import platform
 import shutil
 import sys
 import sysconfig
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO, Any
 
 from config.errors import UserError, reason_of
 from data.download import download
@@ -138,10 +143,72 @@ def _shakespeare(downloads: Path) -> Source:
     return _source_of("shakespeare", "Tiny Shakespeare", [(Path(path.name), path)])
 
 
-def read_text(
-    document: Document, encoding: str, on_read: Callable[[int], object] = lambda count: None
-) -> Iterator[str]:
-    """A document's text, in pieces of at most PIECE_BYTES bytes; `on_read` is told the bytes of each.
+Told = Callable[[int], object]
+
+
+def read_documents(
+    document: Document, encoding: str, text_field: str = "text", on_read: Told = lambda count: None
+) -> Iterator[Iterator[str]]:
+    """The texts in a file, each in pieces; `on_read` is told the bytes of the file as they are read.
+
+    A file is one text; one of the name .jsonl has one a line, in a field of its JSON object. With .gz after it, either
+    is unpacked on the way.
+
+    Raises:
+        UserError: the file is not in that encoding (with the place), damaged, or a line is not such an object.
+        OSError: it cannot be read.
+    """
+    name = document.path.name.lower()
+    with document.path.open("rb", buffering=0) as raw:
+        stored = io.BufferedReader(_Told(raw, on_read), PIECE_BYTES)
+        file: IO[bytes] = gzip.GzipFile(fileobj=stored) if name.endswith(".gz") else stored  # type: ignore[assignment]
+        if name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+            texts = _json_lines(document, file, encoding, text_field)
+            yield from (iter((text,)) for text in _undamaged(document, texts))
+        else:
+            yield _undamaged(document, read_text(document, file, encoding))
+
+
+def _undamaged(document: Document, texts: Iterator[str]) -> Iterator[str]:
+    try:
+        yield from texts
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{document.path}: damaged gzip file ({reason_of(error)})") from None
+
+
+class _Told(io.RawIOBase):
+    """A file that tells how much of it was read."""
+
+    def __init__(self, file: io.FileIO, on_read: Told) -> None:
+        self.file, self.on_read = file, on_read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self.file.readinto(buffer)
+        self.on_read(count)
+        return count
+
+
+def _json_lines(document: Document, file: IO[bytes], encoding: str, text_field: str) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line.decode(encoding).removeprefix("\ufeff"))[text_field]
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise UserError(
+                f"{document.path}: line {number}: expected a JSON object with the field {text_field} "
+                f"({type(error).__name__}: {reason_of(error)}); name another with --text_field"
+            ) from None
+        if not isinstance(text, str):
+            raise UserError(f"{document.path}: line {number}: its field {text_field} holds no text")
+        yield same_newlines(text)
+
+
+def read_text(document: Document, file: IO[bytes], encoding: str) -> Iterator[str]:
+    """A text, in pieces of at most PIECE_BYTES bytes.
 
     A byte-order mark at the start is dropped and CRLF line ends become LF; all else stays as it is (a lone
     CR, composed and decomposed characters). `same_newlines` applies the same rule to a prompt.
@@ -153,19 +220,17 @@ def read_text(
     decoder = codecs.getincrementaldecoder(encoding)(errors="strict")
     position, pending, carried, at_start = 0, 0, "", True
     try:
-        with document.path.open("rb") as file:
-            while data := file.read(PIECE_BYTES):
-                pending = len(decoder.getstate()[0])
-                text = carried + decoder.decode(data)
-                position += len(data)
-                on_read(len(data))
-                if at_start and text:
-                    text, at_start = text.removeprefix("\ufeff"), False
-                # A CR at the end may be half of a CRLF.
-                carried = "\r" if text.endswith("\r") else ""
-                yield same_newlines(text[: len(text) - len(carried)])
+        while data := file.read(PIECE_BYTES):
             pending = len(decoder.getstate()[0])
-            yield same_newlines(carried + decoder.decode(b"", final=True))
+            text = carried + decoder.decode(data)
+            position += len(data)
+            if at_start and text:
+                text, at_start = text.removeprefix("\ufeff"), False
+            # A CR at the end may be half of a CRLF.
+            carried = "\r" if text.endswith("\r") else ""
+            yield same_newlines(text[: len(text) - len(carried)])
+        pending = len(decoder.getstate()[0])
+        yield same_newlines(carried + decoder.decode(b"", final=True))
     except UnicodeError as error:  # some codecs give no place
         place = f"byte {position - pending + error.start}: " if isinstance(error, UnicodeDecodeError) else ""
         reason = error.reason if isinstance(error, UnicodeDecodeError) else reason_of(error)

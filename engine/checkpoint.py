@@ -49,6 +49,20 @@ def model_content(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"model": model.state_dict(), "model_config": asdict(model.config), "tokenizer": tokenizer.to_json()}
 
 
+def newest_checkpoint(place: Path) -> Path:
+    """A checkpoint file itself, or the best (else the last) of a run directory.
+
+    Raises:
+        UserError: there is no such file or directory.
+    """
+    if place.is_dir():
+        best = place / "best.pt"
+        return best if best.exists() else place / "last.pt"
+    if not place.is_file():
+        raise UserError(f"{place}: no such run directory or checkpoint; train one with train.py, or name another")
+    return place
+
+
 def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
     """Read a checkpoint to the CPU; `lazily` maps the file and reads each tensor when it is used.
 

@@ -20,6 +20,7 @@ from model import (
     DecoderBlock,
     KVCache,
     LayerKVCache,
+    apply_causal_score_mask,
     attention_score_matrix,
     fused_attention,
     normalize_attention_scores,
@@ -30,6 +31,7 @@ from model import (
 PACKED_FROM = 1 << 18  # numbers in a matrix; a smaller one stays in the processor's cache, where packing gains nothing
 
 Function = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class NextLogits:
@@ -56,7 +58,7 @@ class NextLogits:
         # One query against many keys is several times slower in half precision on a CPU than in float32.
         dtype = torch.float32 if weight.is_cpu and weight.dtype.itemsize < 4 else weight.dtype
         self.cache = KVCache(config, batch_size, device=weight.device, dtype=dtype, max_length=length)
-        self.step: Function | None = None
+        self.step: Step | None = None
         if not quick:
             return
         if weight.device.type == "cpu":
@@ -69,14 +71,18 @@ class NextLogits:
         if self.cache is not None:
             self.cache.clear()
 
-    def __call__(self, window: Tensor) -> Tensor:
-        """(B, T) token ids, the first of them those of the calls since `clear` -> logits (B, V)."""
+    def __call__(self, window: Tensor, padding: Tensor | None = None) -> Tensor:
+        """(B, T) token ids, the first of them those of the calls since `clear` -> logits (B, V).
+
+        `padding` (B, T) is True where a row of fewer tokens is padded, at its start.
+        """
         if self.cache is None:
-            return self.model.logits(self.model.hidden_states(window)[:, -1])
+            return self.model.logits(self.model.hidden_states(window, key_padding_mask=padding)[:, -1])
         new = window[:, self.cache.length :]
         if self.step is not None and new.shape[1] == 1 and self.cache.length:
-            return self.step(new[:, 0])
-        return self.model.logits(self.model.hidden_states(new, cache=self.cache)[:, -1])
+            return self.step(new[:, 0], padding)
+        hidden = self.model.hidden_states(new, key_padding_mask=padding, cache=self.cache)
+        return self.model.logits(hidden[:, -1])
 
 
 def quick_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Function:
@@ -162,24 +168,34 @@ class SinglePosition:
         self.final_norm = quick_norm(model.final_norm)
         self.head = quick_linear(model.head_weight.detach()[: model.config.vocab_size], None, rows)
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """(B,) token ids -> logits (B, V)."""
-        here = slice(self.cache.length, self.cache.length + 1)
+    def __call__(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        """(B,) token ids and the padding (B, S) of all positions -> logits (B, V)."""
+        here: slice | Tensor = slice(self.cache.length, self.cache.length + 1)
+        if padding is not None:
+            here = (~padding).sum(dim=1) - 1  # (B,), as padding does not count
         x = F.embedding(ids, self.embedding)  # (B, C)
         if self.positions is not None:
             x = x + self.positions[here]
-        rotation = None if self.rotations is None else (self.rotations[0][here], self.rotations[1][here])  # (1, D)
+        rotation = None
+        if self.rotations is not None:
+            cosines, sines = (table[here][:, None, None] for table in self.rotations)  # (1 or B, 1, 1, D)
+            rotation = (cosines, sines)
         for block, layer in zip(self.blocks, self.cache.layers, strict=True):
             if self.config.norm_placement == "pre":
-                x = x + self.attend(block, layer, block.attention_norm(x), rotation)
+                x = x + self.attend(block, layer, block.attention_norm(x), rotation, padding)
                 x = x + feed_forward(block, block.feed_forward_norm(x))
             else:
-                x = block.attention_norm(x + self.attend(block, layer, x, rotation))
+                x = block.attention_norm(x + self.attend(block, layer, x, rotation, padding))
                 x = block.feed_forward_norm(x + feed_forward(block, x))
         return self.head(self.final_norm(x))
 
     def attend(
-        self, block: QuickBlock, layer: LayerKVCache, x: Tensor, rotation: tuple[Tensor, Tensor] | None
+        self,
+        block: QuickBlock,
+        layer: LayerKVCache,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        padding: Tensor | None,
     ) -> Tensor:
         """(B, C) -> (B, C), as `MultiHeadAttention.forward`."""
         B, H = x.shape[0], self.config.n_head
@@ -192,10 +208,11 @@ class SinglePosition:
         keys, values = layer.append(keys, values)  # (B, H, S, D)
         queries = queries.to(keys.dtype)
         if self.config.attention_impl == "manual":
-            scores = attention_score_matrix(queries, keys, block.scale)  # (B, H, 1, S), nothing to mask
+            scores = attention_score_matrix(queries, keys, block.scale)  # (B, H, 1, S)
+            scores = apply_causal_score_mask(scores, padding)
             context = weighted_value_context(normalize_attention_scores(scores, has_empty_rows=False), values)
         else:
-            context = fused_attention(queries, keys, values)
+            context = fused_attention(queries, keys, values, padding)
         return block.attention_output(context.view(B, self.config.n_embd).to(x.dtype))
 
 
@@ -240,18 +257,22 @@ class StaticStep:
         self.ids = torch.zeros(B, 1, dtype=torch.int64, device=model.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=model.device)
         self.slots = torch.arange(S, device=model.device).expand(B, S)
+        self.padding = torch.zeros(B, S, dtype=torch.bool, device=model.device)
         self.static_cache = copy.copy(cache)
         self.static_cache.layers = [StaticLayerKVCache(layer, self.position) for layer in cache.layers]
 
     def run(self) -> Tensor:
         """The logits (B, V) after `ids` at `position`."""
-        unwritten = self.slots > self.position  # (B, S)
-        hidden = self.model.hidden_states(self.ids, key_padding_mask=unwritten, cache=self.static_cache)
+        nothing_there = (self.slots > self.position) | self.padding  # (B, S)
+        hidden = self.model.hidden_states(self.ids, key_padding_mask=nothing_there, cache=self.static_cache)
         return self.model.logits(hidden[:, -1])
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """(B,) token ids -> logits (B, V)."""
+    def __call__(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        """(B,) token ids and the padding (B, S) of all positions -> logits (B, V)."""
         self.ids.copy_(ids[:, None])
+        self.padding.zero_()
+        if padding is not None:
+            self.padding[:, : padding.shape[1]] = padding
         self.position.fill_(self.cache.length)
         logits = self.run()
         for layer in self.cache.layers:

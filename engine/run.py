@@ -21,10 +21,11 @@ from filelock import FileLock, Timeout
 
 from config.command_line import Given, checked, overlaid, plain_values, read_given, to_toml
 from config.errors import UserError, reason_of
-from config.schema import PreparationFields, TrainSettings
+from config.schema import ARCHITECTURE, PreparationFields, TrainSettings
 from data.dataset import PreparedData
 from data.files import clear_unfinished, written_whole
 from data.preparation import prepare_if_needed, safe_name
+from data.tokenizers import Tokenizer
 from engine.checkpoint import load_checkpoint, model_content, save_checkpoint
 from engine.evaluation import Evaluation
 from engine.optimizer import Optimizer
@@ -33,10 +34,7 @@ from model import GPT
 LOCK = ".lock"
 
 # What the saved weights, optimizer state and tokens are made for; the rest may change when a run goes on.
-FIXED = (
-    "block_size", "n_layer", "n_head", "n_embd", "bias", "norm_placement", "position", "activation", "tied_head",
-    "vocab_padding_multiple", "optimizer", *PreparationFields.model_fields,
-)  # fmt: skip
+FIXED = ("block_size", *ARCHITECTURE, "optimizer", *PreparationFields.model_fields)
 
 
 def place_of_run(given: Given) -> tuple[Path, bool]:
@@ -136,12 +134,41 @@ def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> Tr
     return settings
 
 
-def open_data(settings: TrainSettings, checkpoint: dict[str, Any] | None) -> PreparedData:
+def with_model_of(
+    settings: TrainSettings, given: Given, origin: dict[str, Any], tokenizer: Tokenizer, path: Path
+) -> TrainSettings:
+    """Settings with the architecture and the tokenizer of the model that a run begins with.
+
+    Args:
+        settings: that name it in `init_from`.
+        given: where they are from; a context that is given may be shorter than the model's.
+        origin: the checkpoint of the model.
+        tokenizer: its tokenizer.
+        path: for messages.
+
+    Raises:
+        UserError: the context that is given is longer than the model's.
+    """
+    config = origin["model_config"]
+    longest = config["block_size"]
+    length = settings.block_size if "block_size" in given.values else longest
+    if length > longest:
+        raise UserError(f"block_size = {length}: the model in {path} has a context of {longest}; give at most that")
+    taken = {name: config[name] for name in ARCHITECTURE}
+    return settings.model_copy(
+        update=taken | {"block_size": length, "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    )
+
+
+def open_data(
+    settings: TrainSettings, checkpoint: dict[str, Any] | None, tokenizer: Tokenizer | None = None
+) -> PreparedData:
     """The tokens to train on, prepared now if they must be; on resuming, those that the run began with.
 
     Args:
         settings: of the run.
         checkpoint: when resuming.
+        tokenizer: that of the model which the run began with, if any.
 
     Raises:
         UserError: the data cannot be had, or differs from that of the saved run.
@@ -158,7 +185,12 @@ def open_data(settings: TrainSettings, checkpoint: dict[str, Any] | None) -> Pre
     if settings.data_dir:
         data = PreparedData(Path(settings.data_dir))
     else:
-        data = prepare_if_needed(settings.text or "stdlib", settings)
+        data = prepare_if_needed(settings.text or "stdlib", settings, tokenizer)
+    if tokenizer is not None and data.metadata.tokenizer_sha256 != tokenizer.sha256():
+        raise UserError(
+            f"{data.folder}: was prepared with another tokenizer ({data.metadata.tokenizer}) than that of the model in "
+            f"{settings.init_from}; use --text, so that it is prepared with the right one"
+        )
     if checkpoint is not None:
         refuse_other_data(data, checkpoint["data"])
     return data

@@ -24,40 +24,63 @@ def start_of_document(tokenizer: Tokenizer, documents: int) -> int:
     return tokenizer.token_bytes.index(b"\n") if b"\n" in tokenizer.token_bytes else 0
 
 
-def stream_text(
-    ids: Iterable[int], tokenizer: Tokenizer, *, stop: Sequence[str] = (), show_special: bool = False
-) -> Iterator[str]:
-    """Text of a completion, in pieces; the pieces joined are the whole.
+class TextStream:
+    """The text of one completion, fed with token ids as they are generated.
 
-    Ends at the first stop string (which is not part of the text, wherever its token borders are) or at the
-    end-of-text id. Bytes that make no UTF-8 character by then come last, as U+FFFD.
+    It ends before the first stop string (wherever its token borders are) or at the end-of-text id.
 
     Args:
-        ids: token ids as they are generated; no more are taken after the end.
-        tokenizer: theirs.
+        tokenizer: of the ids.
         stop: texts to end before.
         show_special: give END_OF_TEXT where it was sampled.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    held = ""  # decoded, but perhaps the beginning of a stop string
+
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), show_special: bool = False) -> None:
+        self.tokenizer, self.stop, self.show_special = tokenizer, stop, show_special
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""  # decoded, but perhaps the beginning of a stop string
+        self.ended = False
+
+    def feed(self, token: int) -> str:
+        """The text that is known for certain with this id; "" once the text has ended."""
+        if self.ended:
+            return ""
+        is_end = token == self.tokenizer.end_of_text
+        if not is_end or self.show_special:
+            self.held += self.decoder.decode(self.tokenizer.token_bytes[token])
+        if is_end or _first_stop(self.held, self.stop) is not None:
+            return self.finish()
+        safe = len(self.held) - length_of_begun(self.held, self.stop)
+        text, self.held = self.held[:safe], self.held[safe:]
+        return text
+
+    def finish(self) -> str:
+        """The rest, when no more ids come; bytes that make no UTF-8 character by then are U+FFFD."""
+        if self.ended:
+            return ""
+        self.ended = True
+        if _first_stop(self.held, self.stop) is None:
+            self.held += self.decoder.decode(b"", final=True)
+        return self.held[: _first_stop(self.held, self.stop)]
+
+
+def stream_text(
+    ids: Iterable[int], tokenizer: Tokenizer, *, stop: Sequence[str] = (), show_special: bool = False
+) -> Iterator[str]:
+    """Text of a completion, in pieces; the pieces joined are the whole. No more ids are taken after the end.
+
+    Args:
+        ids: token ids as they are generated.
+        tokenizer, stop, show_special: as `TextStream`.
+    """
+    stream = TextStream(tokenizer, stop=stop, show_special=show_special)
     for token in ids:
-        ended = token == tokenizer.end_of_text
-        if not ended or show_special:
-            held += decoder.decode(tokenizer.token_bytes[token])
-        found = _first_stop(held, stop)
-        if found is not None:
-            yield held[:found]
+        if piece := stream.feed(token):
+            yield piece
+        if stream.ended:
             return
-        if ended:
-            break
-        safe = len(held) - length_of_begun(held, stop)
-        if safe:
-            yield held[:safe]
-            held = held[safe:]
-    held += decoder.decode(b"", final=True)
-    found = _first_stop(held, stop)
-    if held[:found]:
-        yield held[:found]
+    if piece := stream.finish():
+        yield piece
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:

@@ -250,6 +250,33 @@ def test_markup_in_a_text_or_title_stays_text(browser: Any, small: tuple[Path, G
         assert opened.complaints == []
 
 
+def test_markup_inside_one_token_stays_text(browser: Any, tmp_path: Path) -> None:
+    markup = "<img src=x onerror=alert(1)>"
+    tokenizer = ByteTokenizer()
+    tokenizer.token_bytes = [*tokenizer.token_bytes[:65], markup.encode(), *tokenizer.token_bytes[66:]]
+    write_attention_page(tmp_path / "page.html", sharp_model(BYTES), tokenizer, [65, 66], "title")
+    with Opened(browser, tmp_path / "page.html") as opened:
+        opened.page.hover(".token >> nth=1")
+        assert opened.page.locator("img").count() == 0 and opened.complaints == []
+        assert opened.text("#text") == f"{markup}B" and markup.replace(" ", "␣") in opened.text("#attended")
+
+
+def test_each_small_map_is_drawn_from_the_weights_of_its_head(browser: Any, small: tuple[Path, GPT, list[int]]) -> None:
+    """A point of it is as strong as the strongest of the pairs that it stands for."""
+    path, model, ids = small
+    place = np.arange(len(ids)) * 64 // len(ids)
+    look = "c => [...c.getContext('2d').getImageData(0, 0, 64, 64).data]"
+    with Opened(browser, path) as opened:
+        for layer in range(2):
+            for head in range(3):
+                weights = weights_of(model, ids, layer, head).numpy()
+                strengths = np.zeros((64, 64))
+                np.maximum.at(strengths, np.ix_(place, place), weights / weights.max(axis=1, keepdims=True))
+                canvas = f"#heads button >> nth={3 * layer + head} >> canvas"
+                blue = np.array(opened.page.eval_on_selector(canvas, look)).reshape(64, 64, 4)[:, :, 2]
+                np.testing.assert_allclose(blue, 255 + (24 - 255) * strengths, atol=1.5)
+
+
 def colour_at(opened: Opened, x: float, y: float) -> list[int]:
     """Red, green and blue of a pixel of the map."""
     look = "([x, y]) => [...document.getElementById('map').getContext('2d').getImageData(x, y, 1, 1).data]"
@@ -302,6 +329,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser: Any, small: tuple[
     path, model, ids = small
     with Opened(browser, path, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True) as opened:
         assert opened.page.evaluate("document.scrollingElement.scrollWidth") <= 360
+        assert opened.page.eval_on_selector("#text", "box => box.clientWidth") > 280, "not beside something else"
         opened.page.tap(".token >> nth=5")
         assert_shows(opened, model, ids, 0, 0, 5)
 

@@ -1,6 +1,7 @@
 """The walk through attention is right, and the Korean pages say the same as the English ones."""
 
 import doctest
+import importlib
 import re
 from itertools import zip_longest
 from pathlib import Path
@@ -48,6 +49,20 @@ def test_every_number_of_the_walk_is_what_the_models_own_functions_compute() -> 
     text = WALK.read_text(encoding="utf-8")
     assert len(examples_of(text).examples) > 80
     assert failures(text) == 0
+
+
+def test_every_example_of_the_library_page_gives_what_it_says() -> None:
+    text = text_of("docs/library.md")
+    assert len(examples_of(text).examples) > 40
+    assert failures(text) == 0
+
+
+def test_every_name_in_the_table_of_the_library_page_exists() -> None:
+    rows = re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)`: ((?:`\w+`(?:, )?)+)", text_of("docs/library.md"))
+    assert len(rows) >= 6
+    for module, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
 def test_a_wrong_number_in_the_walk_is_found(capsys: pytest.CaptureFixture[str]) -> None:

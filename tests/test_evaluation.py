@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine.evaluation
 from data.batches import validation_batches
 from data.dataset import PreparedData
 from engine.evaluation import evaluate, evaluation_mode
+from engine.step_log import read_step_log
 from model import GPT, GPTConfig
+from tests.conftest import TEXT, Outcome, assert_clean_error, call, run_prepare
 
 
 @pytest.fixture
@@ -82,3 +85,59 @@ def test_E02_evaluation_draws_no_random_number(model_and_data: tuple[GPT, Prepar
 def test_E03_nothing_to_score_is_an_error_and_not_nan(model_and_data: tuple[GPT, PreparedData]) -> None:
     with pytest.raises(ValueError, match="no tokens to score"):
         evaluate(model_and_data[0], [], torch.ones(10), torch.float32)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def run_evaluation(*argv: str) -> Outcome:
+    return call(engine.evaluation.main, *argv, "--device=cpu")
+
+
+def figures(outcome: Outcome) -> dict[str, str]:
+    assert outcome.status == 0, outcome.stderr
+    return dict(line.split(maxsplit=1) for line in outcome.stdout.splitlines())
+
+
+def test_a_run_is_evaluated_on_its_own_validation_tokens_as_it_was_in_training(char_run: Path) -> None:
+    best = min(
+        (line for line in read_step_log(char_run / "metrics.jsonl") if "val_loss" in line),
+        key=lambda line: line["val_loss"],
+    )
+    said = figures(run_evaluation(str(char_run), "--dtype=float32"))
+    assert said["loss"].startswith(f"{best['val_loss']:.4f} ") and said["bits"].startswith(
+        f"{best['val_bits_per_byte']:.4f} "
+    )
+    assert said["perplexity"] == f"{best['val_perplexity']:.2f}"
+    assert f"{best['val_tokens']:,} tokens scored" in said["data"] and "its validation part" in said["data"]
+
+
+def test_a_text_is_prepared_with_the_models_tokenizer(char_run: Path, here: Path) -> None:
+    (here / "other.txt").write_text("the quick brown fox\n" * 9, encoding="utf-8")
+    said = figures(run_evaluation(str(char_run / "best.pt"), "--data=other.txt"))
+    assert "180 tokens scored" in said["data"] and "other.txt" in said["data"]
+    (here / "korean.txt").write_text("한글", encoding="utf-8")
+    assert_clean_error(run_evaluation(str(char_run), "--data=korean.txt"), "the char vocabulary has no")
+
+
+def test_the_part_may_be_chosen(char_run: Path, char_data: Path) -> None:
+    said = figures(run_evaluation(str(char_run), f"--data={char_data}", "--part=training"))
+    assert f"{PreparedData(char_data).metadata.train_tokens - 1:,} tokens scored" in said["data"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "nowhere: no such run directory or checkpoint"),
+        ([], "run"),
+        (["{run}", "--data=missing.txt"], "missing.txt: no such file"),
+        (["{run}", "--data=bytes"], "was prepared with another tokenizer (byte) than the model's (char)"),
+        (["{run}", "--part=test"], "part = 'test': expected validation or training"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_a_clean_error(
+    arguments: list[str], words: str, char_run: Path, here: Path
+) -> None:
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    assert run_prepare("text.txt", "--tokenizer=byte", "--out_dir=bytes").status == 0
+    assert_clean_error(run_evaluation(*(argument.format(run=char_run) for argument in arguments)), words)

@@ -1,15 +1,19 @@
 """Generation: cached or not the same ids, reproducible draws, and what sampling options really allow."""
 
 import itertools
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.generation import choose_tokens, generate, sample_stream
+from engine.decoding import NextLogits, StaticStep
+from engine.generation import choose_tokens, generate, left_padded, penalized, sample_stream, tokens_seen
 from model import GPT, GPTConfig
 
 
@@ -77,8 +81,8 @@ def test_S05_a_seed_reproduces_and_another_differs() -> None:
 def test_S05_a_sample_does_not_depend_on_how_many_are_drawn_with_it_or_how_long() -> None:
     model = gpt().double()
     together = ids(model, torch.ones(5, 1, dtype=torch.int64), 30, seed=7)
-    assert together[2] == ids(model, [1], 30, seed=7, first_sample=2)[0]
-    assert together[2][:10] == ids(model, [1], 10, seed=7, first_sample=2)[0]
+    assert together[2] == ids(model, [1], 30, seed=7, samples=[2])[0]
+    assert together[2][:10] == ids(model, [1], 10, seed=7, samples=[2])[0]
     assert len({tuple(row) for row in together}) == 5
 
 
@@ -203,3 +207,118 @@ def test_sampling_values_out_of_range_are_refused(options: dict[str, float]) -> 
 def test_every_sample_has_a_stream_of_its_own() -> None:
     values = {sample_stream(seed, sample).random() for seed in range(20) for sample in range(20)}
     assert len(values) == 400
+
+
+# --- prompts of different lengths -----------------------------------------------------------------------------------
+
+RAGGED = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3], list(range(20))]
+
+
+def ragged_model(**choices: Any) -> GPT:
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(block_size=16, vocab_size=23, n_layer=2, n_head=2, n_embd=16, **choices)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+@pytest.mark.parametrize("attention_impl", ["manual", "sdpa"])
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+@pytest.mark.parametrize("kv_cache", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("context_shift", [0, 1])
+def test_S11_prompts_of_different_lengths_together_give_what_they_give_alone(
+    position: str, attention_impl: str, norm_placement: str, kv_cache: bool, temperature: float, context_shift: int
+) -> None:
+    """Far beyond the context, where each row forgets at a time of its own."""
+    model = ragged_model(position=position, attention_impl=attention_impl, norm_placement=norm_placement)
+    options: dict[str, Any] = {
+        "temperature": temperature, "seed": 3, "kv_cache": kv_cache, "context_shift": context_shift,
+        "repetition_penalty": 1.3, "min_p": 0.02,
+    }  # fmt: skip
+    prompt, padding = left_padded(RAGGED)
+    together = torch.stack(list(generate(model, prompt, 40, padding=padding, **options)), dim=1)
+    for row, tokens in enumerate(RAGGED):
+        alone = torch.stack(list(generate(model, torch.tensor([tokens]), 40, samples=[row], **options)), dim=1)
+        assert together[row].tolist() == alone[0].tolist(), row
+
+
+def test_S11_the_step_that_is_recorded_on_a_gpu_takes_padding_too() -> None:
+    model = ragged_model()
+    prompt, padding = left_padded(RAGGED)
+    plain = torch.stack(list(generate(model, prompt, 40, padding=padding, temperature=0)), dim=1)
+    next_logits = NextLogits(model, len(RAGGED))
+    assert next_logits.cache is not None
+    next_logits.step = StaticStep(model, next_logits.cache)
+    static = torch.stack(
+        list(generate(model, prompt, 40, padding=padding, temperature=0, next_logits=next_logits)), dim=1
+    )
+    assert torch.equal(plain, static)
+
+
+def test_prompts_of_equal_length_need_no_padding_and_empty_ones_are_refused() -> None:
+    ids, padding = left_padded([[1, 2], [3, 4]])
+    assert padding is None and ids.tolist() == [[1, 2], [3, 4]]
+    ids, padding = left_padded([[1], [2, 3]])
+    assert padding is not None and padding.tolist() == [[True, False], [False, False]] and ids[0, 1] == 1
+    for prompts in ([], [[1], []]):
+        with pytest.raises(ValueError, match="at least one"):
+            left_padded(prompts)
+
+
+# --- the rules of choosing ------------------------------------------------------------------------------------------
+
+
+def chosen_among(logits: list[float], **rule: float) -> set[int]:
+    """Every id that some draw chooses."""
+    draws = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    return set(choose_tokens(torch.tensor([logits]).repeat(1000, 1), draws, **rule).tolist())  # type: ignore[arg-type]
+
+
+def test_min_p_keeps_tokens_with_a_share_of_the_likeliest_ones_probability() -> None:
+    logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    for min_p, kept in ((0.0, 4), (0.09, 4), (0.11, 3), (0.29, 3), (0.31, 2), (0.7, 1), (1.0, 1)):
+        assert chosen_among(logits, min_p=min_p) == set(range(kept)), min_p
+
+
+def test_min_p_is_transformers_min_p() -> None:
+    warper = transformers.MinPLogitsWarper(min_p=0.2)
+    logits = torch.randn(50, 30) * 2
+    kept = torch.isfinite(warper(None, logits))
+    for row in range(50):
+        assert chosen_among(logits[row].tolist(), min_p=0.2) <= set(kept[row].nonzero()[:, 0].tolist())
+        assert int(kept[row].sum()) >= len(chosen_among(logits[row].tolist(), min_p=0.2))
+
+
+def test_the_repetition_penalty_is_transformers_and_spares_padding() -> None:
+    logits, prompt = torch.randn(2, 9), torch.tensor([[0, 3, 3], [1, 2, 8]])
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(prompt, logits.clone())
+    assert torch.equal(penalized(logits, tokens_seen(prompt, None, 9), 1.7), expected)
+    padded = tokens_seen(prompt, torch.tensor([[True, False, False], [False, False, False]]), 9)
+    assert padded[0].nonzero()[:, 0].tolist() == [3], "the 0 was padding"
+
+
+def test_a_strong_penalty_never_says_the_same_twice() -> None:
+    model = ragged_model()
+    tokens = [int(t) for t in generate(model, torch.tensor([[1, 2]]), 15, temperature=0, repetition_penalty=1e9)]
+    assert len({1, 2, *tokens}) == 17
+    repeated = [int(t) for t in generate(model, torch.tensor([[1, 2]]), 15, temperature=0)]
+    assert len(set(repeated)) < 15
+
+
+@pytest.mark.parametrize("wrong", [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.0}])
+def test_sampling_values_out_of_range_are_an_error(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="min_p"):
+        next(generate(ragged_model(), torch.tensor([[1]]), 1, **wrong))  # type: ignore[arg-type]
+
+
+def test_an_observer_is_told_the_models_own_logits_and_what_was_chosen() -> None:
+    model, told = ragged_model(), []
+    options: dict[str, Any] = {"temperature": 2.0, "top_k": 2, "repetition_penalty": 1.5}
+    observed = lambda logits, ids: told.append((logits.clone(), ids.clone()))  # noqa: E731
+    ids = list(generate(model, torch.tensor([[1, 2]]), 3, observe=observed, **options))
+    assert [chosen.tolist() for _, chosen in told] == [step.tolist() for step in ids]
+    sequence = torch.tensor([[1, 2, *[int(step) for step in ids]]])
+    torch.testing.assert_close(torch.cat([logits for logits, _ in told]), model(sequence)[0][0, 1:4])

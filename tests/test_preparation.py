@@ -17,7 +17,7 @@ from config.errors import UserError
 from data.dataset import Metadata, PreparedData, TokenFile, read_metadata, to_stored, token_dtype
 from data.download import download
 from data.preparation import _spread
-from data.sources import Document, open_source, read_text
+from data.sources import Document, open_source, read_documents
 from tests.conftest import TINY, assert_clean_error, run_prepare, run_train, script
 
 NOTHING = (*TINY, "--max_iters=0")
@@ -79,7 +79,7 @@ def test_D15_a_byte_order_mark_and_crlf_are_no_tokens_wherever_the_reading_is_cu
     monkeypatch.setattr(data.sources, "PIECE_BYTES", piece)
     content = "\ufeffone\r\ntwo\rthree\n\r\nfour\r".encode()
     (here / "text.txt").write_bytes(content)
-    text = "".join(read_text(Document("text.txt", here / "text.txt"), "utf-8"))
+    text = "".join("".join(pieces) for pieces in read_documents(Document("text.txt", here / "text.txt"), "utf-8"))
     assert text == "one\ntwo\rthree\n\nfour\r"
 
 

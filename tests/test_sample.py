@@ -1,5 +1,7 @@
 """sample.py: prompts, stops, streams, and what it says of broken or missing runs."""
 
+import json
+import re
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.checkpoint import load_checkpoint, model_from_checkpoint, save_checkpoint, tokenizer_from_checkpoint
 from tests.conftest import REPOSITORY, TINY, assert_clean_error, run_prepare, run_sample, run_train, script
 
 
@@ -224,3 +226,125 @@ def test_sampling_in_half_precision_works(char_run: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         assert len(text_of(char_run, f"--dtype={dtype}", "--prompt=Line", "--max_new_tokens=40")) == 45
     assert torch.get_default_dtype() == torch.float32
+
+
+# --- many prompts ---------------------------------------------------------------------------------------------------
+
+
+def parted(stdout: str) -> dict[str, str]:
+    """The completions by the line above each."""
+    parts = re.split(r"^--- (.*)\n", stdout, flags=re.MULTILINE)
+    assert parts[0] == ""
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+PROMPTS = ["Line", "Line 3: the quick brown", "j", "the lazy dogs.", "Line 70"]
+
+
+@pytest.mark.parametrize("batch_size", ["1", "3", "16"])
+def test_S11_prompts_from_a_file_give_the_same_texts_as_one_by_one(batch_size: str, char_run: Path, here: Path) -> None:
+    (here / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
+    options = (f"--out_dir={char_run}", "--max_new_tokens=50", "--num_samples=2", "--stop=fox")
+    outcome = run_sample(*options, "--prompts_file=prompts.txt", f"--batch_size={batch_size}")
+    assert outcome.status == 0, outcome.stderr
+    texts = parted(outcome.stdout)
+    assert len(texts) == 10
+    for number, prompt in enumerate(PROMPTS, start=1):
+        alone = parted(run_sample(*options, f"--prompt={prompt}").stdout)
+        for sample in ("1", "2"):
+            assert texts[f"prompt {number} of 5, sample {sample} of 2"] == alone[f"sample {sample} of 2"]
+    assert not any("fox" in text for text in texts.values())
+
+
+def test_prompts_from_jsonl_may_hold_line_breaks(char_run: Path, here: Path) -> None:
+    (here / "p.jsonl").write_text('{"prompt": "Line 1\\nLine"}\n\n{"prompt": ""}\n', encoding="utf-8")
+    outcome = run_sample(f"--out_dir={char_run}", "--prompts_file=p.jsonl", "--max_new_tokens=3")
+    assert outcome.status == 0, outcome.stderr
+    assert parted(outcome.stdout)["prompt 1 of 2"].startswith("Line 1\nLine")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("\n\n", "holds no prompts"),
+        ('{"text": "a"}', "JSON object with a prompt"),
+        ('{"prompt": 3}', "holds no prompts"),
+        ("[" * 100_000, "JSON object with a prompt"),
+    ],
+)
+def test_a_file_without_prompts_is_a_clean_error(content: str, words: str, char_run: Path, here: Path) -> None:
+    (here / "p.jsonl").write_text(content, encoding="utf-8")
+    outcome = run_sample(f"--out_dir={char_run}", "--prompts_file=p.jsonl")
+    assert_clean_error(outcome, "p.jsonl", words)
+    assert outcome.stdout == ""
+
+
+def test_the_prompt_is_echoed_or_not(char_run: Path) -> None:
+    options = (f"--out_dir={char_run}", "--prompt=Line", "--max_new_tokens=20")
+    assert run_sample(*options).stdout == "Line" + run_sample(*options, "--echo=false").stdout
+
+
+def test_an_interactive_session_keeps_the_model_and_outlives_a_prompt_that_cannot_be(
+    tmp_path: Path, char_run: Path
+) -> None:
+    options = (f"--out_dir={char_run}", "--max_new_tokens=12", "--device=cpu")
+    outcome = script("sample.py", *options, "--interactive", cwd=tmp_path, stdin="Line\n한글\nthe\n".encode())
+    assert outcome.status == 0, outcome.stderr
+    alone = [run_sample(*options[:2], f"--prompt={prompt}").stdout for prompt in ("Line", "the")]
+    assert outcome.stdout == "".join(alone)
+    assert outcome.stderr.count("prompt (an empty line ends)") == 4 and "the char vocabulary has no" in outcome.stderr
+    assert outcome.stderr.count("parameters, on cpu") == 1, "the model is loaded once"
+
+
+def test_S08_a_batch_ends_each_text_before_its_own_stop(char_run: Path, here: Path) -> None:
+    (here / "prompts.txt").write_text("Line 1: the qu\nLine 1: the quick brown fox jumps over 3 la\n", encoding="utf-8")
+    options = ("--prompts_file=prompts.txt", "--batch_size=2", "--temperature=0", "--max_new_tokens=40", "--echo=false")
+    texts = parted(run_sample(f"--out_dir={char_run}", *options, "--stop", "brown", "zy").stdout)
+    assert texts["prompt 1 of 2"].strip().startswith("ick") and "brown" not in texts["prompt 1 of 2"]
+    assert texts["prompt 2 of 2"] == "\n"
+
+
+def test_log_probabilities_are_those_of_the_model_one_line_a_token(char_run: Path) -> None:
+    options = (f"--out_dir={char_run}", "--prompt=Line", "--max_new_tokens=8", "--temperature=1.5", "--num_samples=2")
+    outcome = run_sample(*options, "--logprobs=3", "--batch_size=2")
+    assert outcome.status == 0, outcome.stderr
+    lines = [json.loads(line) for line in outcome.stdout.splitlines()]
+    content = load_checkpoint(char_run / "best.pt")
+    model = model_from_checkpoint(content, char_run).eval()
+    tokenizer = tokenizer_from_checkpoint(content, char_run)
+    texts = parted(run_sample(*options).stdout)
+    for sample in (0, 1):
+        own = [line for line in lines if line["sample"] == sample]
+        assert [line["index"] for line in own] == list(range(8)) and all(line["prompt"] == 0 for line in own)
+        assert "Line" + "".join(line["text"] for line in own) + "\n" == texts[f"sample {sample + 1} of 2"]
+        ids = torch.tensor([[*tokenizer.encode("Line").tolist(), *(line["id"] for line in own)]])
+        expected = model(ids)[0][0].log_softmax(dim=-1)
+        for place, line in enumerate(own):
+            row = expected[3 + place]
+            assert line["logprob"] == pytest.approx(row[line["id"]].item(), abs=1e-4)
+            assert [top["id"] for top in line["top"]] == row.topk(3).indices.tolist()
+            assert bytes(line["bytes"]).decode() == line["text"]
+
+
+def test_log_probabilities_end_with_the_text(char_run: Path) -> None:
+    options = (f"--out_dir={char_run}", "--prompt=Line 1: the qu", "--temperature=0", "--logprobs=1", "--stop=lazy")
+    lines = run_sample(*options, "--max_new_tokens=60").stdout.splitlines()
+    assert "".join(json.loads(line)["text"] for line in lines).endswith("lazy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt=a", "--prompts_file=b"], "prompts_file and prompt are both given"),
+        (["--interactive", "--prompt=a"], "interactive and prompt are both given"),
+        (["--interactive", "--attention_page=a.html"], "attention_page shows one text, but interactive = True"),
+        (["--prompts_file=b", "--attention_page=a.html"], "attention_page shows one text, but prompts_file = b"),
+        (["--min_p=2"], "min_p = '2'"),
+        (["--repetition_penalty=0"], "repetition_penalty = '0'"),
+        (["--prompts_file=missing.txt"], "missing.txt: cannot be read"),
+    ],
+)
+def test_options_of_sampling_that_contradict_each_other_are_refused(
+    arguments: list[str], words: str, char_run: Path, here: Path
+) -> None:
+    assert_clean_error(run_sample(f"--out_dir={char_run}", *arguments), words)

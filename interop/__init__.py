@@ -1,0 +1,1 @@
+"""Models of other tools: read into a run directory, and written from one."""
