@@ -5,28 +5,26 @@ python train.py config/quick.toml --text=my_text.txt
 python train.py config/quick.toml --text=my_text.txt --resume --max_iters=4000
 """
 
+import contextlib
 import math
 import platform
 import shlex
+import signal
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from config.command_line import Given, checked, read_given
+from config.command_line import Given, read_given
 from config.errors import UserError, run_command
 from config.schema import SampleSettings, TrainSettings
 from data.batches import TrainingBatches
 from data.dataset import PreparedData
-from engine.checkpoint import (
-    load_checkpoint,
-    model_from_checkpoint,
-    newest_checkpoint,
-    tokenizer_from_checkpoint,
-)
+from engine import distributed
+from engine.checkpoint import model_from_checkpoint
 from engine.decoding import NextLogits
 from engine.device import (
     autocast,
@@ -40,18 +38,10 @@ from engine.device import (
 from engine.evaluation import Evaluation, evaluate_tokens
 from engine.generation import generate
 from engine.optimizer import learning_rate_at, make_optimizer
-from engine.run import (
-    Run,
-    checkpoint_to_resume,
-    open_data,
-    place_of_run,
-    settings_to_resume,
-    sole_use,
-    with_model_of,
-)
+from engine.run import Beginning, Run, how_to_begin, open_data, place_of_run, sole_use
 from engine.signals import StopSignals
 from engine.text_stream import start_of_document, stream_text
-from engine.tracking import Tracker
+from engine.tracking import SilentTracker, Tracker
 from model import GPT
 from views.run_page import write_run_page
 
@@ -60,30 +50,52 @@ def main(argv: list[str]) -> None:
     """Train in the run directory that the command line means."""
     given = read_given(TrainSettings, argv, takes_preset=True)
     out_dir, resume = place_of_run(given)
-    with sole_use(out_dir):
-        begin(given, out_dir, resume)
+    restarted = distributed.was_restarted() and (out_dir / "last.pt").exists()
+    with sole_use(out_dir) if distributed.is_first() else contextlib.nullcontext():
+        begin(given, out_dir, resume or restarted)
 
 
 def begin(given: Given, out_dir: Path, resume: bool) -> None:
     """Start a run in its directory, or go on with the one that is there."""
-    checkpoint, origin_path = checkpoint_to_resume(out_dir, resume), out_dir / "last.pt"
-    if checkpoint is None:
-        settings = checked(TrainSettings, given.values)
-    else:
-        settings = settings_to_resume(checkpoint["settings"], given, out_dir)
-    settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
-    origin, tokenizer = checkpoint, None
-    if settings.init_from:
-        if origin is None:
-            origin_path = newest_checkpoint(Path(settings.init_from))
-            origin = load_checkpoint(origin_path)
-        tokenizer = tokenizer_from_checkpoint(origin, origin_path)
-        settings = with_model_of(settings, given, origin, tokenizer, origin_path)
+    with distributed.said_once():
+        beginning = how_to_begin(given, out_dir, resume)
+        settings = beginning.settings
+        own = distributed.own_micro_batches(settings.gradient_accumulation_steps)
+        device = distributed.own_device(choose_device(settings.device))
+        dtype, dtype_reason = choose_dtype(settings.dtype, device, training=True)
     keep_freed_memory()
-    device = choose_device(settings.device)
-    dtype, dtype_reason = choose_dtype(settings.dtype, device, training=True)
-    data = open_data(settings, checkpoint, tokenizer)
-    model = make_model(settings, data, origin, origin_path).to(device)
+    with distributed.process_group(device, settings.collective_timeout):
+        with distributed.said_once():
+            run, batches = set_up(beginning, out_dir, own, device, dtype)
+        resumed = beginning.checkpoint is not None
+        del beginning
+        hardware = f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"
+        facts = summary(run, batches, hardware)
+        say("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
+        if resumed and run.is_finished:
+            say(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
+            return
+        train(run, batches, dtype, facts)
+
+
+def set_up(
+    beginning: Beginning, out_dir: Path, own: range, device: torch.device, dtype: torch.dtype
+) -> tuple[Run, TrainingBatches]:
+    """Data, model and optimizer, as they were where a run goes on.
+
+    Args:
+        beginning: settings and what was saved.
+        out_dir: the run directory.
+        own: micro-batches of this process.
+        device, dtype: where it trains, and in which precision.
+
+    Raises:
+        UserError: something is missing or contradicts what was saved.
+    """
+    settings = beginning.settings
+    with distributed.first_one_first():
+        data = open_data(settings, beginning.checkpoint, beginning.tokenizer)
+    model = make_model(beginning, data).to(device)
     batches = TrainingBatches(
         data.train,
         block_size=settings.block_size,
@@ -91,27 +103,29 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
         micro_batches=settings.gradient_accumulation_steps,
         seed=settings.seed,
         device=device,
+        own=own,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
     run.peak_flops = peak_flops(settings.peak_flops, device, dtype)
-    if checkpoint is not None:
-        run.restore(checkpoint)
-    facts = summary(run, batches, f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})")
-    print("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
-    if checkpoint is not None and run.is_finished:
-        print(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
-        return
-    del checkpoint, origin
-    train(run, batches, dtype, facts)
+    if beginning.checkpoint is not None:
+        run.restore(beginning.checkpoint)
+    return run, batches
 
 
-def make_model(settings: TrainSettings, data: PreparedData, origin: dict[str, Any] | None, path: Path) -> GPT:
+def say(line: str) -> None:
+    """Print something; of several processes, the first does."""
+    if distributed.is_first():
+        print(line)
+
+
+def make_model(beginning: Beginning, data: PreparedData) -> GPT:
     """A new model from the seed, or the one in a checkpoint, with a context as short as the settings say.
 
     Raises:
         UserError: the checkpoint contradicts itself.
     """
+    settings, origin, path = beginning.settings, beginning.origin, beginning.origin_path
     if origin is not None:
         changes = {"attention_impl": settings.attention_impl, "dropout": settings.dropout}
         model = model_from_checkpoint(origin, path, **changes)
@@ -134,9 +148,12 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
     """
     settings, progress, model = run.settings, run.progress, run.model.train()
     forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if settings.compile else model
+    forward = distributed.replicated(forward, model.device)
     run.write_settings()
-    tracker = Tracker(run.out_dir, settings, progress.step, run.wandb_id)
+    first = distributed.is_first()
+    tracker = Tracker(run.out_dir, settings, progress.step, run.wandb_id) if first else SilentTracker()
     run.wandb_id = tracker.wandb_id
+    stopped = False
     with tracker, StopSignals() as signals:
         if settings.max_iters == 0:
             take_stock(run, tracker, dtype, facts)
@@ -149,9 +166,10 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
                 record_update(run, tracker, batches, loss.item(), gradient_norm.item())
             if is_due(progress.step, settings.eval_interval, settings.max_iters):
                 take_stock(run, tracker, dtype, facts)
-            if signals.received is not None or run.patience_is_over:
+            stopped = distributed.any_of_all(signals.received is not None, model.device)
+            if stopped or run.patience_is_over:
                 break
-        leave(run, tracker, signals.received)
+        leave(run, tracker, (signals.received or signal.SIGTERM) if stopped else None)
 
 
 def update(
@@ -159,19 +177,21 @@ def update(
 ) -> tuple[Tensor, Tensor]:
     """One update of the weights: the mean loss over the global batch, and the gradient's norm before clipping."""
     settings, parts = run.settings, []
-    for micro_step, (inputs, targets) in enumerate(batches.global_batch(step)):  # (B, T), (B, T)
+    for micro_step, (inputs, targets) in zip(batches.own, batches.global_batch(step), strict=True):  # (B, T), (B, T)
         if settings.dropout > 0:
             torch.manual_seed(dropout_seed(settings.seed, step, micro_step))
-        with autocast(inputs.device, dtype):
-            _, loss = forward(inputs, targets, return_logits=False)
-        loss = loss / settings.gradient_accumulation_steps
-        run.scaler.scale(loss).backward()
+        with distributed.unsynchronised(forward, micro_step != batches.own[-1]):
+            with autocast(inputs.device, dtype):
+                _, loss = forward(inputs, targets, return_logits=False)
+            loss = loss / settings.gradient_accumulation_steps
+            # Gradients are averaged over the processes, and it is their sum that is wanted.
+            run.scaler.scale(loss * distributed.world_size()).backward()
         parts.append(loss.detach())
     optimizer = cast(torch.optim.Optimizer, run.optimizer)  # the scaler asks for its groups and its step alone
     run.scaler.unscale_(optimizer)
     gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
     gradient_norm = torch.nn.utils.get_total_norm(gradients)
-    loss = torch.stack(parts).sum()
+    loss = distributed.summed(torch.stack(parts).sum())
     if is_to_be_made(run, loss, gradient_norm, step):
         if settings.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), settings.grad_clip, gradient_norm)
@@ -234,10 +254,10 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
 def take_stock(run: Run, tracker: Tracker, dtype: torch.dtype, facts: dict[str, str]) -> None:
     """See how good the model is, save it, and show both."""
     evaluation = validate(run, tracker, dtype)
-    if run.settings.sample_tokens:
+    if run.settings.sample_tokens and distributed.is_first():
         tracker.record_sample(run.progress.step, sample_text(run))
     run.save(evaluation)
-    if run.settings.report:
+    if run.settings.report and distributed.is_first():
         tracker.attempt("loss.png and report.html", lambda: write_run_page(run.out_dir, run.settings, facts))
         tracker.log_picture(run.progress.step)
     tracker.restart_clock(run.progress.step)
@@ -293,6 +313,7 @@ def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
     if signal_number is not None:
         run.save()
         tracker.say(f"interrupted after step {done:,} and saved; go on with: {go_on}")
+        distributed.wait_for_all()
         sys.exit(128 + signal_number)
     if run.patience_is_over and done < settings.max_iters:
         tracker.say(f"stopped early at step {done:,}: {settings.patience} validations without a better one")
@@ -307,6 +328,7 @@ def leave(run: Run, tracker: Tracker, signal_number: int | None) -> None:
 def summary(run: Run, batches: TrainingBatches, hardware: str) -> dict[str, str]:
     """What is about to be trained, on what, where, and what to expect of the first loss."""
     settings, config, meta = run.settings, run.model.config, run.data.metadata
+    processes = distributed.world_size()
     total = settings.max_iters * batches.tokens_per_step
     padded = f", padded to {config.padded_vocab_size:,}" if config.padded_vocab_size > config.vocab_size else ""
     validation = f"{meta.val_tokens:,} for validation" if meta.val_tokens else "none for validation: evaluation is off"
@@ -320,7 +342,7 @@ def summary(run: Run, batches: TrainingBatches, hardware: str) -> dict[str, str]
         "training": f"{settings.max_iters:,} updates of {batches.tokens_per_step:,} tokens{resumed}: {total:,} "
         f"tokens, {total / meta.train_tokens:.2f} passes over the data; {settings.optimizer}, "
         f"compile {settings.compile}",
-        "device": hardware,
+        "device": hardware if processes == 1 else f"{processes} processes, the first on {hardware}",
         "software": f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
         "first loss": f"about ln({config.vocab_size:,}) = {math.log(config.vocab_size):.2f}, that of guessing",
         "run": str(run.out_dir),

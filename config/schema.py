@@ -126,6 +126,10 @@ class TrainSettings(PreparationFields):
         0.0, ge=0, description="the device's peak operations per second, to show its utilisation (0: where it is known)"
     )
 
+    collective_timeout: Number = Field(
+        600.0, gt=0, description="under torchrun: seconds without a word from another process that mean it was lost"
+    )
+
     # model
     block_size: Whole = Field(GPTConfig.block_size, ge=1, le=LONGEST_CONTEXT, description="context length in tokens")
     n_layer: Whole = Field(GPTConfig.n_layer, ge=1, le=10_000, description="decoder blocks")

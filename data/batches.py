@@ -24,6 +24,7 @@ class TrainingBatches:
         micro_batches: micro-batches in one update (gradient accumulation).
         seed: decides the windows, together with the step.
         device: where the tensors go.
+        own: which micro-batches to read, where several processes share them; all of them when not given.
 
     Raises:
         UserError: there are fewer tokens than one window needs.
@@ -38,6 +39,7 @@ class TrainingBatches:
         micro_batches: int,
         seed: int,
         device: torch.device,
+        own: range | None = None,
     ) -> None:
         if len(tokens) < block_size + 1:
             raise UserError(
@@ -46,6 +48,7 @@ class TrainingBatches:
             )
         self.tokens, self.seed, self.device = tokens, seed, device
         self.block_size, self.batch_size, self.micro_batches = block_size, batch_size, micro_batches
+        self.own = range(micro_batches) if own is None else own
 
     @property
     def tokens_per_step(self) -> int:
@@ -53,14 +56,14 @@ class TrainingBatches:
         return self.micro_batches * self.batch_size * self.block_size
 
     def global_batch(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The micro-batches of one update: inputs and targets, (B, T) int64 each.
+        """The own micro-batches of one update: inputs and targets, (B, T) int64 each.
 
         Source of the random numbers: Salmon et al. 2011, Philox, keyed by seed and step.
         """
         random = np.random.Generator(np.random.Philox(key=[self.seed, step]))
         last_start = len(self.tokens) - self.block_size - 1
         starts = random.integers(0, last_start, size=(self.micro_batches, self.batch_size), endpoint=True)
-        for micro_starts in starts:
+        for micro_starts in starts[self.own.start : self.own.stop]:
             windows = self.tokens.windows(micro_starts, self.block_size + 1)  # (B, T + 1)
             yield inputs_and_targets(windows, self.device)
 

@@ -6,6 +6,7 @@ python -m engine.evaluation runs/quick --data=another_text.txt      on a text, o
 Knows nothing of training; it disturbs neither the model's mode nor any random stream.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from data.preparation import prepare_if_needed
 from data.tokenizers import Tokenizer
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, newest_checkpoint, tokenizer_from_checkpoint
 from engine.device import autocast, choose_device, choose_dtype
+from engine.distributed import rank, summed, world_size
 from model import GPT
 
 TOKENS_AT_ONCE = 8192  # at least, as small batches cost the more time the smaller they are
@@ -69,6 +71,8 @@ def evaluate(
 ) -> Evaluation:
     """Score every target of every batch once; the mean is over tokens, so a short last batch weighs less.
 
+    Several processes take the batches in turn.
+
     Args:
         model: a GPT, compiled or not.
         batches: inputs and targets (B, T), as `data.batches.validation_batches` gives them.
@@ -80,15 +84,19 @@ def evaluate(
     """
     nats, tokens, text_bytes = 0.0, 0, 0
     with evaluation_mode(model):
-        for inputs, targets in batches:
+        for inputs, targets in itertools.islice(batches, rank(), None, world_size()):
             with autocast(inputs.device, dtype):
                 _, loss = model(inputs, targets, return_logits=False)
             nats += loss.item() * targets.numel()
             tokens += targets.numel()
             text_bytes += int(byte_lengths[targets].sum())
+    device = byte_lengths.device if byte_lengths.is_cuda else torch.device("cpu")
+    nats, tokens, text_bytes = summed(
+        torch.tensor([nats, tokens, text_bytes], dtype=torch.float64, device=device)
+    ).tolist()
     if tokens == 0:
         raise ValueError("there are no tokens to score")
-    return Evaluation(nats / tokens, nats / math.log(2) / max(1, text_bytes), tokens)
+    return Evaluation(nats / tokens, nats / math.log(2) / max(1, text_bytes), int(tokens))
 
 
 def evaluate_tokens(

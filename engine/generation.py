@@ -130,7 +130,6 @@ class Windows:
         self.block_size, self.shift = block_size, shift
         self.ids = prompt[:, -block_size:]  # (B, W)
         self.padding = None if padding is None else padding[:, -block_size:]  # (B, W)
-        self._drop_what_all_pad()
 
     def append(self, next_ids: Tensor) -> bool:
         """Add one token a row; whether tokens were forgotten, so that positions have changed."""

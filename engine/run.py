@@ -26,7 +26,14 @@ from data.dataset import PreparedData
 from data.files import clear_unfinished, written_whole
 from data.preparation import prepare_if_needed, safe_name
 from data.tokenizers import Tokenizer
-from engine.checkpoint import load_checkpoint, model_content, save_checkpoint
+from engine.checkpoint import (
+    load_checkpoint,
+    model_content,
+    newest_checkpoint,
+    save_checkpoint,
+    tokenizer_from_checkpoint,
+)
+from engine.distributed import is_first
 from engine.evaluation import Evaluation
 from engine.optimizer import Optimizer
 from model import GPT
@@ -132,6 +139,53 @@ def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> Tr
                 f"leave --{name} out, or start a new run with another --out_dir"
             )
     return settings
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a run starts or goes on.
+
+    Attributes:
+        settings: of the run.
+        checkpoint: to go on from; None for a new run.
+        origin: the checkpoint whose weights and architecture are taken: the same one, or that of `init_from`; None for
+            weights from the seed.
+        origin_path: where it is.
+        tokenizer: of the model that the run began with, where it began with one.
+    """
+
+    settings: TrainSettings
+    checkpoint: dict[str, Any] | None
+    origin: dict[str, Any] | None
+    origin_path: Path
+    tokenizer: Tokenizer | None
+
+
+def how_to_begin(given: Given, out_dir: Path, resume: bool) -> Beginning:
+    """Read what a run needs before there is data and a model.
+
+    Args:
+        given: the command line and its preset.
+        out_dir: the run directory.
+        resume: go on with the run that is there.
+
+    Raises:
+        UserError: settings are wrong or contradict what is there.
+    """
+    checkpoint, path = checkpoint_to_resume(out_dir, resume), out_dir / "last.pt"
+    if checkpoint is None:
+        settings = checked(TrainSettings, given.values)
+    else:
+        settings = settings_to_resume(checkpoint["settings"], given, out_dir)
+    settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
+    if not settings.init_from:
+        return Beginning(settings, checkpoint, checkpoint, path, None)
+    origin = checkpoint
+    if origin is None:
+        path = newest_checkpoint(Path(settings.init_from))
+        origin = load_checkpoint(path)
+    tokenizer = tokenizer_from_checkpoint(origin, path)
+    return Beginning(with_model_of(settings, given, origin, tokenizer, path), checkpoint, origin, path, tokenizer)
 
 
 def with_model_of(
@@ -269,11 +323,13 @@ class Run:
         return self.progress.step >= self.settings.max_iters or self.patience_is_over
 
     def write_settings(self) -> None:
-        """Write settings.toml.
+        """Write settings.toml; of several processes, the first does.
 
         Raises:
             UserError: it cannot be written.
         """
+        if not is_first():
+            return
         try:
             with written_whole(self.out_dir / "settings.toml") as file:
                 file.write(to_toml(self.settings).encode("utf-8"))
@@ -281,7 +337,7 @@ class Run:
             raise UserError(f"{self.out_dir}: cannot be written ({error.strerror}); name another --out_dir") from None
 
     def save(self, evaluation: Evaluation | None = None) -> None:
-        """Write last.pt, then best.pt when the evaluation is the best so far.
+        """Write last.pt, then best.pt when the evaluation is the best so far; of several processes, the first does.
 
         In this order, so that a run killed between the two can go on; it then makes up for the second.
 
@@ -296,6 +352,8 @@ class Run:
             progress.best_loss, progress.evaluations_without_better = evaluation.loss, 0
         elif evaluation is not None:
             progress.evaluations_without_better += 1
+        if not is_first():
+            return
         save_checkpoint(self.out_dir / "last.pt", self._content() | self._state() | {"is_best": is_best})
         if is_best:
             save_checkpoint(self.out_dir / "best.pt", self._content())
@@ -347,7 +405,7 @@ class Run:
             self.wandb_id = None if checkpoint["wandb_id"] is None else str(checkpoint["wandb_id"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None
-        if checkpoint.get("is_best") is True and not self._best_is_saved():
+        if is_first() and checkpoint.get("is_best") is True and not self._best_is_saved():
             save_checkpoint(self.out_dir / "best.pt", self._content())
 
     def _best_is_saved(self) -> bool:

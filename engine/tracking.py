@@ -113,6 +113,35 @@ class Tracker:
             self.bar.write(line)
 
 
+class SilentTracker(Tracker):
+    """Of several processes, all but the first track nothing."""
+
+    def __init__(self) -> None:
+        self.wandb_run = None
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is to be ended."""
+
+    def restart_clock(self, step: int) -> None:
+        """There is no clock."""
+
+    def updates_per_second(self, step: int) -> float:
+        """Nobody asks."""
+        return 0.0
+
+    def advance(self) -> None:
+        """There is no bar."""
+
+    def record(self, step: int, **values: float | None) -> None:
+        """The first process has the same numbers."""
+
+    def show(self, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
+        """There is no bar."""
+
+    def say(self, line: str) -> None:
+        """The first process says it."""
+
+
 def _table(samples: list[dict[str, Any]]) -> Any:
     import wandb
 

@@ -283,6 +283,25 @@ def imported(tokenizer: BPETokenizer, here: Path) -> Iterator[Path]:
         yield here / "gpt2"
 
 
+def test_an_imported_model_starts_an_empty_prompt_after_end_of_text(imported: Path, tokenizer: BPETokenizer) -> None:
+    outcome = run_sample("--out_dir=gpt2", "--max_new_tokens=1", "--logprobs=1")
+    line = json.loads(outcome.stdout)
+    with torch.no_grad():
+        expected = loaded(imported)(torch.tensor([[tokenizer.end_of_text]]))[0][0, 0].log_softmax(dim=-1)
+    assert line["logprob"] == pytest.approx(expected[line["id"]].item(), abs=1e-4)
+
+
+def test_models_of_different_tokenizers_can_begin_on_the_same_text(imported: Path, here: Path) -> None:
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    other = train_bpe([TEXT], 290)
+    saved(theirs(other), other, here / "other")
+    assert run_interop("import", "other", "--out_dir=other_run").status == 0
+    for name in ("gpt2", "other_run"):
+        options = (f"--init_from={name}", "--text=text.txt", f"--out_dir=from_{name}", "--max_iters=0", "--device=cpu")
+        outcome = run_train(*options, "--report=false", "--sample_tokens=0")
+        assert outcome.status == 0, outcome.stderr
+
+
 def test_an_imported_model_can_be_sampled_from(imported: Path) -> None:
     outcome = run_sample("--out_dir=gpt2", "--prompt=Line", "--max_new_tokens=5", "--temperature=0")
     assert outcome.status == 0 and outcome.stdout.startswith("Line"), outcome.stderr

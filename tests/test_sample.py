@@ -323,7 +323,28 @@ def test_log_probabilities_are_those_of_the_model_one_line_a_token(char_run: Pat
             row = expected[3 + place]
             assert line["logprob"] == pytest.approx(row[line["id"]].item(), abs=1e-4)
             assert [top["id"] for top in line["top"]] == row.topk(3).indices.tolist()
+            assert [top["logprob"] for top in line["top"]] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
             assert bytes(line["bytes"]).decode() == line["text"]
+
+
+def test_log_probabilities_of_a_batch_end_with_each_text(char_run: Path, here: Path) -> None:
+    prompts = ("Line 1: the qu", "Line 1: the quick brown fox jumps over 3 la", "Line")
+    (here / "prompts.txt").write_text("\n".join(prompts), encoding="utf-8")
+    options = (
+        "--prompts_file=prompts.txt",
+        "--batch_size=3",
+        "--temperature=0",
+        "--max_new_tokens=40",
+        "--stop",
+        "zy",
+        "ck",
+    )
+    lines = [
+        json.loads(line) for line in run_sample(f"--out_dir={char_run}", *options, "--logprobs=1").stdout.splitlines()
+    ]
+    made = ["".join(line["text"] for line in lines if line["prompt"] == number) for number in range(3)]
+    assert made[1] == "zy" and made[0].endswith(("zy", "ck")) and all(text.count("zy") <= 1 for text in made)
+    assert len({len(text) for text in made}) == 3, "they end at different times"
 
 
 def test_log_probabilities_end_with_the_text(char_run: Path) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from config.schema import PrepareSettings
 from data.dataset import PreparedData
 from data.preparation import prepare
 from data.sources import Document, open_source, read_documents
+from data.tokenizers import ByteTokenizer
 from tests.conftest import TEXT, Outcome, assert_clean_error, run_prepare
 
 TEXTS = ["first\r\ntext", "둘째 글 👩‍👩‍👧", "", "third\rone\n"]
@@ -38,6 +40,8 @@ def test_each_line_of_jsonl_is_a_text(name: str, tmp_path: Path) -> None:
 def test_the_field_of_the_text_may_be_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json_lines(TEXTS, "content"), encoding="utf-8")
     assert len(read(tmp_path / "a.jsonl", field="content")) == 4
+    options = ("--tokenizer=byte", "--text_field=content", f"--out_dir={tmp_path / 'data'}")
+    assert run_prepare(str(tmp_path / "a.jsonl"), *options).status == 0
 
 
 def test_a_folder_of_all_kinds_is_read_in_the_order_of_its_paths(here: Path) -> None:
@@ -78,6 +82,21 @@ def test_many_documents_of_a_line_each_are_prepared_as_one_text_each(here: Path)
     data = PreparedData(here / "data")
     decoded = data.tokenizer.decode(data.train.read(0, 10**7), show_special=True).split("<|endoftext|>")
     assert decoded == [*texts, ""] and metadata.documents == 9000
+
+
+def test_only_so_many_pieces_are_held_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    real = ByteTokenizer.encode_batch
+
+    def counting(self: ByteTokenizer, texts: list[str], *, parse_special: bool = False) -> Any:
+        held.append(len(texts))
+        return real(self, texts, parse_special=parse_special)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", counting)
+    monkeypatch.setattr("data.preparation.PIECES_AT_ONCE", 10)
+    (here / "a.jsonl").write_text(json_lines([str(i) for i in range(200)]), encoding="utf-8")
+    assert run_prepare("a.jsonl", "--tokenizer=byte", "--out_dir=data").status == 0
+    assert max(held) <= 14 and sum(held) == 400, "two pieces a document"
 
 
 def broken(path: str, content: bytes, *words: str) -> tuple[str, bytes, tuple[str, ...]]:

@@ -120,6 +120,19 @@ def swap_merges(content: dict[str, Any]) -> None:
         (set_at("pre_tokenizer", value={"type": "Metaspace"}), "not ByteLevel"),
         (set_at("pre_tokenizer", "add_prefix_space", value=True), "without a prefix space"),
         (set_at("pre_tokenizer", "use_regex", value=False), "does not cut text"),
+        (
+            set_at(
+                "pre_tokenizer",
+                value={
+                    "type": "Sequence",
+                    "pretokenizers": [
+                        {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False},
+                        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+                    ],
+                },
+            ),
+            "cuts twice",
+        ),
         (set_at("added_tokens", value=[]), "which special token ends a text"),
         (swap_merges, "merges are not in the order"),
         (lambda content: content["model"]["vocab"].update({"zzq": 499}), "is not made of two earlier ones"),

@@ -1,0 +1,257 @@
+"""The same run on several processes that torchrun starts: by gloo, on the CPU."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.errors import UserError
+from data.batches import TrainingBatches
+from data.dataset import PreparedData
+from engine import distributed
+from engine.checkpoint import load_checkpoint
+from engine.step_log import read_step_log
+from tests.conftest import REPOSITORY, TINY, Outcome, run_train
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo is tried on Linux")
+
+SHARED = (*TINY, "--gradient_accumulation_steps=4", "--log_interval=1", "--optimizer=muon", "--dropout=0.1")
+
+
+def torchrun(processes: int, *argv: str, script: Path = REPOSITORY / "train.py", **environment: str) -> Outcome:
+    """Run train.py, or a program that does so with something changed, in so many processes."""
+    options = [word for word in argv if word.startswith("--max-restarts")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *options]
+    result = subprocess.run(
+        [*command, str(script), *(word for word in argv if word not in options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Outcome(result.returncode, result.stdout, result.stderr)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(load_checkpoint(run / "last.pt", lazily=False)["model"])
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    for (name, value), (other_name, other_value) in zip(weights(one).items(), weights(other).items(), strict=True):
+        assert name == other_name
+        torch.testing.assert_close(value, other_value, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@dataclass
+class Runs:
+    """The same run on one, two and four processes, and what was printed by those of two."""
+
+    folder: Path
+    said: dict[int, Outcome]
+
+
+@pytest.fixture(scope="module")
+def runs(char_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder, said = tmp_path_factory.mktemp("distributed"), {}
+    for processes in (1, 2, 4):
+        options = (
+            f"--data_dir={char_data}",
+            f"--out_dir={folder / str(processes)}",
+            "--max_iters=6",
+            "--eval_interval=2",
+        )
+        said[processes] = run_train(*options, *SHARED) if processes == 1 else torchrun(processes, *options, *SHARED)
+        assert said[processes].status == 0, said[processes].stderr
+    return Runs(folder, said)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_T11_losses_tokens_and_weights_do_not_depend_on_the_number_of_processes(processes: int, runs: Runs) -> None:
+    """With dropout, too: what is dropped depends on the micro-batch, not on who computes it."""
+    alone, together = (read_step_log(runs.folder / str(n) / "metrics.jsonl") for n in (1, processes))
+    assert len(alone) == len(together) == 9
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys() and one.get("tokens") == other.get("tokens")
+        for name in ("loss", "gradient_norm", "val_loss", "val_bits_per_byte", "val_tokens"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], abs=1e-6, rel=1e-6), name
+    assert_same_weights(runs.folder / "1", runs.folder / str(processes))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_T13_T14_one_process_prints_and_writes(processes: int, runs: Runs) -> None:
+    said, folder = runs.said[processes], runs.folder / str(processes)
+    for word in ("model    ", "best validation loss", "sample from it with", "step 4: validation loss"):
+        assert said.stdout.count(word) == 1, word
+    assert f"{processes} processes, the first on cpu" in said.stdout
+    assert {path.name for path in folder.iterdir()} == {
+        ".lock", "best.pt", "last.pt", "metrics.jsonl", "samples.jsonl", "settings.toml",
+    }  # fmt: skip
+    assert [line["step"] for line in read_step_log(folder / "samples.jsonl")] == [2, 4, 6]
+    assert load_checkpoint(folder / "last.pt")["step"] == 6
+
+
+def test_T12_on_a_cpu_gloo_joins_them_and_is_left_in_order(runs: Runs) -> None:
+    assert "destroy_process_group" not in runs.said[2].stderr and "Warning" not in runs.said[2].stderr
+
+
+def test_K02_names_in_the_checkpoint_have_no_prefix(runs: Runs) -> None:
+    assert weights(runs.folder / "2").keys() == weights(runs.folder / "1").keys()
+
+
+def test_a_run_goes_on_with_another_number_of_processes(runs: Runs, char_data: Path, tmp_path: Path) -> None:
+    for name, begins, ends in (("more", 1, 2), ("fewer", 2, 1)):
+        for updates, processes in ((2, begins), (6, ends)):
+            options = [
+                f"--out_dir={tmp_path / name}",
+                f"--max_iters={updates}",
+                "--lr_decay_iters=6",
+                "--eval_interval=2",
+            ]
+            options += ["--resume"] if updates == 6 else [f"--data_dir={char_data}", *SHARED]
+            outcome = run_train(*options) if processes == 1 else torchrun(processes, *options)
+            assert outcome.status == 0, outcome.stderr
+        assert_same_weights(tmp_path / name, runs.folder / "1")
+
+
+@pytest.mark.parametrize(("steps", "nearest"), [(3, 4), (1, 2)])
+def test_T10_micro_batches_that_cannot_be_shared_are_refused_once_with_the_nearest_number(
+    steps: int, nearest: int, char_data: Path, tmp_path: Path
+) -> None:
+    options = (
+        f"--data_dir={char_data}",
+        f"--out_dir={tmp_path / 'run'}",
+        f"--gradient_accumulation_steps={steps}",
+        *TINY,
+    )
+    outcome = torchrun(2, *options)
+    assert outcome.status != 0 and not (tmp_path / "run").exists()
+    message = rf"gradient_accumulation_steps = {steps}: 2 processes share .* a multiple of 2; the nearest is {nearest}"
+    assert len(re.findall(message, outcome.stderr)) == 1, outcome.stderr
+    assert "AssertionError" not in outcome.stderr
+
+
+def changed(tmp_path: Path, body: str) -> Path:
+    """A program that trains with `update` changed; `rank` and `restarts` say which process it is, and which try."""
+    path = tmp_path / "changed.py"
+    path.write_text(
+        "import os, signal, sys, time\nimport train\nfrom config.errors import run_command\n"
+        "rank, restarts = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "real = train.update\n"
+        f"def update(run, forward, batches, step, dtype):\n    {body}\n"
+        "    return real(run, forward, batches, step, dtype)\n"
+        "train.update = update\nrun_command(train.main)\n"
+    )
+    return path
+
+
+KILLED = "if rank == 1 and step == 3 and restarts == 0: os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_killed_worker_comes_back_and_the_run_ends_as_if_undisturbed(
+    runs: Runs, char_data: Path, tmp_path: Path
+) -> None:
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=6", "--eval_interval=2")
+    outcome = torchrun(
+        2,
+        "--max-restarts=1",
+        *options,
+        *SHARED,
+        script=changed(tmp_path, KILLED),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
+    assert outcome.status == 0, outcome.stderr
+    assert_same_weights(tmp_path / "run", runs.folder / "1")
+    lines = [line for line in read_step_log(tmp_path / "run/metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_restarts_ask_for_the_variable_that_they_need(char_data: Path, tmp_path: Path) -> None:
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *SHARED)
+    outcome = torchrun(2, "--max-restarts=1", *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    assert outcome.status != 0 and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in outcome.stderr
+
+
+HANGS = "if rank == 1 and step == 3: signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [KILLED, HANGS],
+    ids=["a process is gone", "a process hangs"],
+)
+def test_a_lost_process_does_not_leave_the_others_hanging(body: str, char_data: Path, tmp_path: Path) -> None:
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=6", "--eval_interval=2")
+    started = time.monotonic()
+    outcome = torchrun(2, *options, *SHARED, "--collective_timeout=5", script=changed(tmp_path, body))
+    assert outcome.status != 0 and time.monotonic() - started < 60
+    if "sleep" in body:
+        assert "process 0 of 2: lost another one" in outcome.stderr and "--resume" in outcome.stderr
+    assert load_checkpoint(tmp_path / "run/last.pt")["step"] == 2
+
+
+def test_K07_a_signal_to_one_process_stops_all_and_saves(char_data: Path, tmp_path: Path) -> None:
+    body = "if rank == 1 and step == 3: signal.raise_signal(signal.SIGTERM)"
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=50", "--eval_interval=50")
+    outcome = torchrun(2, *options, *SHARED, script=changed(tmp_path, body))
+    assert outcome.status != 0 and outcome.stdout.count("interrupted after step 4 and saved") == 1, outcome.stderr
+    assert load_checkpoint(tmp_path / "run/last.pt")["step"] == 4
+
+
+# --- without processes ----------------------------------------------------------------------------------------------
+
+
+def as_process(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_micro_batches_of_all_processes_are_those_of_one(
+    size: int, char_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = PreparedData(char_data)
+    options: dict[str, Any] = {
+        "block_size": 8, "batch_size": 2, "micro_batches": 8, "seed": 3, "device": torch.device("cpu"),
+    }  # fmt: skip
+    whole = TrainingBatches(data.train, **options)
+    shared = []
+    for rank in range(size):
+        as_process(monkeypatch, rank, size)
+        own = distributed.own_micro_batches(8)
+        part = TrainingBatches(data.train, **options, own=own)
+        assert part.tokens_per_step == whole.tokens_per_step
+        shared += list(part.global_batch(5))
+    for (inputs, targets), (other_inputs, other_targets) in zip(whole.global_batch(5), shared, strict=True):
+        assert torch.equal(inputs, other_inputs) and torch.equal(targets, other_targets)
+
+
+def test_a_stray_variable_of_somebodys_shell_makes_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert distributed.rank() == 0 and distributed.world_size() == 1 and distributed.is_first()
+    assert distributed.own_micro_batches(1) == range(1)
+
+
+def test_what_all_find_wrong_is_said_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, expected in ((0, UserError), (1, SystemExit)):
+        as_process(monkeypatch, rank, 2)
+        with pytest.raises(expected), distributed.said_once():
+            raise UserError("wrong")
+
+
+def test_each_process_of_a_machine_has_a_gpu_of_its_own_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    as_process(monkeypatch, 1, 2)
+    assert distributed.own_device(torch.device("cuda")) == torch.device("cuda", 1) == chosen[0]
+    assert distributed.own_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert distributed.own_device(torch.device("cpu")) == torch.device("cpu")
