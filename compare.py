@@ -6,6 +6,7 @@ python compare.py --runs runs/manual runs/sdpa
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,12 +23,12 @@ from comparison.runs import differing_settings, learning_curves, read_run, resul
 from comparison.speed import FORWARD, STEP, Pair, Work, conclusions, measure
 from comparison.tables import table_lines
 from comparison.timing import machine
-from config.command_line import parse
+from config.command_line import parse, read_given
 from config.errors import UserError, run_command
 from config.schema import CompareSettings, TrainSettings
 from data.files import written_whole
 from engine.device import choose_device
-from engine.run import open_data
+from engine.run import how_to_begin, open_data
 from views.plots import comparison_picture, runs_picture
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -56,7 +57,9 @@ def main(argv: list[str]) -> None:
         "curves": curves,
         "conclusions": said,
     }
-    write(out_dir, comparison, comparison_picture(comparison) if pairs or curves else None)
+    write(out_dir, comparison)
+    if pairs or curves:
+        write_picture(out_dir, comparison_picture(comparison))
     print(f"\nOn this machine ({machine()}): {'; '.join(said)}.")
     if not all(case.agrees for case in agreed):
         sys.exit(DISAGREE)
@@ -75,12 +78,15 @@ def options_of_training(settings: CompareSettings, out_dir: Path) -> list[str]:
     for path in PATHS:
         if (out_dir / path / "last.pt").exists():
             raise UserError(
-                f"{out_dir / path}: already holds a run; name another --out_dir, or look at it with --runs {out_dir}/*"
+                f"{out_dir / path}: already holds a run; name another --out_dir, or look at both with "
+                f"--runs {shlex.join(str(out_dir / name) for name in PATHS)}"
             )
     source = f"--text={settings.text}" if settings.text else f"--data_dir={settings.data_dir}"
     options = ["--dropout=0", "--log_interval=1", f"--seed={settings.seed}", f"--device={settings.device}",
                f"--max_iters={settings.max_iters}", f"--eval_interval={settings.max_iters}"]  # fmt: skip
-    data = open_data(parse(TrainSettings, [settings.preset, source, *options], takes_preset=True), None)
+    given = read_given(TrainSettings, [settings.preset, source, *options], takes_preset=True)
+    beginning = how_to_begin(given, out_dir / PATHS[0], resume=False)
+    data = open_data(beginning.settings, None, beginning.tokenizer)
     return [settings.preset, f"--data_dir={data.folder}", *options]
 
 
@@ -118,7 +124,10 @@ def compare_speed(settings: CompareSettings, device: torch.device) -> list[Pair]
             ratio = relation(pair) if name == "SDPA" else ""
             rows.append([pair.dtype, f"{pair.length:,}", name, *figures(path), ratio, path.facts.get("kernel", "")])
     columns = ["dtype", "T", "path", f"{FORWARD}, ms", f"{STEP}, ms", "peak MB", "manual / SDPA", "kernel of SDPA"]
-    work_done = f"{settings.tokens:,} tokens of width {settings.n_embd} in {settings.n_head} heads"
+    work_done = (
+        f"sequences of T that make {settings.tokens:,} tokens, one at least, of width {settings.n_embd} in "
+        f"{settings.n_head} heads"
+    )
     print(f"Medians of {settings.rounds} (shortest to longest): {work_done}\n")
     print("\n".join(table_lines(columns, rows)), flush=True)
     return pairs
@@ -181,17 +190,22 @@ def compare_runs(folders: list[Path], out_dir: Path) -> None:
     print("\n".join(table_lines(["result", *names], reached)))
     out_dir.mkdir(parents=True, exist_ok=True)
     comparison = {"runs": names, "settings": differing, "results": reached}
-    write(out_dir, comparison, runs_picture({run.name: run.lines for run in runs}))
+    write(out_dir, comparison)
+    write_picture(out_dir, runs_picture({run.name: run.lines for run in runs}))
 
 
-def write(out_dir: Path, comparison: dict[str, Any], picture: bytes | None) -> None:
-    """compare.json and, where there is one, compare.png."""
+def write(out_dir: Path, comparison: dict[str, Any]) -> None:
+    """Write compare.json."""
     with written_whole(out_dir / "compare.json") as file:
         file.write((json.dumps(comparison, indent=1) + "\n").encode("utf-8"))
-    if picture is not None:
-        with written_whole(out_dir / "compare.png") as file:
-            file.write(picture)
-    print(f"\nwritten: {out_dir / 'compare.json'}{'' if picture is None else ', ' + str(out_dir / 'compare.png')}")
+    print(f"\nwritten: {out_dir / 'compare.json'}")
+
+
+def write_picture(out_dir: Path, picture: bytes) -> None:
+    """Write compare.png."""
+    with written_whole(out_dir / "compare.png") as file:
+        file.write(picture)
+    print(f"written: {out_dir / 'compare.png'}")
 
 
 if __name__ == "__main__":

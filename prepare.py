@@ -4,6 +4,7 @@ python prepare.py my_text.txt --tokenizer=char
 python prepare.py stdlib --tokenizer=bpe --vocab_size=2048 --out_dir=data/prepared/stdlib
 """
 
+import shlex
 from pathlib import Path
 
 from config.command_line import parse
@@ -19,12 +20,12 @@ def main(argv: list[str]) -> None:
     settings = parse(PrepareSettings, argv)
     with open_source(settings.source, DOWNLOADS) as source:
         out_dir = Path(settings.out_dir) if settings.out_dir else default_folder(source, settings)
-        print(summary(prepare(source, settings, out_dir)))
-    print(f"written to {out_dir}; train on it with: python train.py --data_dir={out_dir}")
+        print(summary(prepare(source, settings, out_dir), learned=settings.tokenizer == "bpe"))
+    print(f"written to {out_dir}; train on it with: python train.py --data_dir={shlex.quote(str(out_dir))}")
 
 
-def summary(metadata: Metadata) -> str:
-    """What a prepared folder holds, in a few lines."""
+def summary(metadata: Metadata, learned: bool) -> str:
+    """What a prepared folder holds, in a few lines; whether its vocabulary was learned from the text."""
     tokens = metadata.train_tokens + metadata.val_tokens
     lines = [
         f"source      {metadata.source}: {metadata.documents:,} documents, each followed by one end-of-text id",
@@ -35,7 +36,7 @@ def summary(metadata: Metadata) -> str:
         f"{tokens / max(1, metadata.characters):.2f} tokens per character",
     ]
     asked = metadata.requested_vocab_size
-    if metadata.tokenizer == "bpe" and metadata.vocab_size < asked:
+    if learned and metadata.vocab_size < asked:
         lines.append(f"note        the text has pairs for {metadata.vocab_size:,} of the {asked:,} ids asked for")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config.command_line import parse
-from config.errors import UserError, run_command
+from config.errors import UserError, reason_of, run_command
 from config.schema import SampleSettings
 from data.sources import same_newlines
 from data.tokenizers import Tokenizer
@@ -50,13 +50,13 @@ def main(argv: list[str]) -> None:
     if prompts is None:
         for text in asked_texts():
             try:
-                print_completions(model, tokenizer, [prompter.read(text)], settings)
-            except UserError as error:  # the next text may do
+                prompt = prompter.read(text.decode("utf-8"))
+                note_if_too_long([prompt], model)
+                print_completions(model, tokenizer, [prompt], settings)
+            except (UserError, UnicodeDecodeError) as error:  # the next text may do
                 note(str(error))
         return
-    longest = max(len(prompt.ids) for prompt in prompts)
-    if longest > model.config.block_size:
-        note(f"the prompt has {longest:,} tokens; the model sees the last {model.config.block_size:,} of them")
+    note_if_too_long(prompts, model)
     made = print_completions(model, tokenizer, prompts, settings)
     if settings.attention_page:
         from views.attention_page import write_attention_page  # the text appears sooner without what pages need
@@ -64,6 +64,13 @@ def main(argv: list[str]) -> None:
         ids = [*prompts[0].ids, *made]
         shown = write_attention_page(Path(settings.attention_page), model, tokenizer, ids, title)
         note(f"{settings.attention_page}: shows the attention of {shown:,} tokens; open it in a browser")
+
+
+def note_if_too_long(prompts: list["Prompt"], model: GPT) -> None:
+    """Say when the model will not see the whole of a prompt."""
+    longest, block_size = max(len(prompt.ids) for prompt in prompts), model.config.block_size
+    if longest > block_size:
+        note(f"the prompt has {longest:,} tokens; the model sees the last {block_size:,} of them")
 
 
 class Prompt(NamedTuple):
@@ -92,6 +99,10 @@ class Prompter:
             UserError: the tokenizer lacks a character of it.
         """
         text = same_newlines(text)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError("a prompt holds half a surrogate pair, which is no character") from None
         if not text:
             return Prompt(text, [start_of_document(self.tokenizer, self.documents)])
         return Prompt(text, self.tokenizer.encode(text, parse_special=self.settings.parse_special).tolist())
@@ -161,8 +172,8 @@ def refuse_page_without_place(page: str) -> None:
     Raises:
         UserError: the page cannot be written where it should go.
     """
-    if page and (Path(page).is_dir() or not Path(page).parent.is_dir()):
-        raise UserError(f"attention_page = {page}: expected the name of an HTML file in a folder that exists")
+    if page and (Path(page).suffix not in (".html", ".htm") or not Path(page).parent.is_dir()):
+        raise UserError(f"attention_page = {page}: expected a name that ends in .html, in a folder that exists")
 
 
 def checkpoint_path(settings: SampleSettings) -> Path:
@@ -189,17 +200,30 @@ def prompt_texts(settings: SampleSettings) -> list[str]:
         return [text_of(settings.prompt_file)]
     if not settings.prompts_file:
         return [settings.prompt]
-    lines = [line for line in same_newlines(text_of(settings.prompts_file)).split("\n") if line]
+    lines = same_newlines(text_of(settings.prompts_file)).split("\n")
     if settings.prompts_file.endswith(".jsonl"):
-        try:
-            lines = [json.loads(line)["prompt"] for line in lines]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{settings.prompts_file}: expected in each line a JSON object with a prompt ({error!r})"
-            ) from None
-    if not lines or not all(isinstance(line, str) for line in lines):
+        numbered = enumerate(lines, start=1)
+        lines = [json_prompt(line, f"{settings.prompts_file}: line {i}") for i, line in numbered if line.strip()]
+    else:
+        lines = [line for line in lines if line]
+    if not lines:
         raise UserError(f"{settings.prompts_file}: holds no prompts; expected a text in each line")
     return lines
+
+
+def json_prompt(line: str, place: str) -> str:
+    """The prompt of a line of a .jsonl file.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{place}: expected a JSON object with a prompt ({reason_of(error)})") from None
+    if not isinstance(prompt, str):
+        raise UserError(f"{place}: its prompt is no text")
+    return prompt
 
 
 def text_of(name: str) -> str:
@@ -216,14 +240,20 @@ def text_of(name: str) -> str:
         raise UserError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason})") from None
 
 
-def asked_texts() -> Iterator[str]:
-    """One text after another, as they are typed, until the input ends."""
+def asked_texts() -> Iterator[bytes]:
+    """One text after another, as they are typed, until the input ends.
+
+    Raises:
+        UserError: there is no standard input.
+    """
+    if sys.stdin is None:
+        raise UserError("standard input: is closed; expected texts to continue on it")
     while True:
         note("prompt (an empty line ends):")
-        line = sys.stdin.readline()
-        if not line.strip("\r\n"):
+        line = sys.stdin.buffer.readline().rstrip(b"\r\n")
+        if not line:
             return
-        yield line.rstrip("\r\n")
+        yield line
 
 
 def note(line: str) -> None:

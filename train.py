@@ -258,8 +258,9 @@ def take_stock(run: Run, tracker: Tracker, dtype: torch.dtype, facts: dict[str, 
         tracker.record_sample(run.progress.step, sample_text(run))
     run.save(evaluation)
     if run.settings.report and distributed.is_first():
-        tracker.attempt("loss.png and report.html", lambda: write_run_page(run.out_dir, run.settings, facts))
-        tracker.log_picture(run.progress.step)
+        page = lambda: write_run_page(run.out_dir, run.settings, facts)  # noqa: E731
+        if tracker.attempt("loss.png and report.html", page):
+            tracker.log_picture(run.progress.step)
     tracker.restart_clock(run.progress.step)
 
 

@@ -51,13 +51,13 @@ class Agreement:
     def agrees(self) -> bool:
         """Whether the paths are the same but for rounding.
 
-        In half precision neither may be twice as far from the reference as the other and further than one rounding,
+        In half precision neither may be twice as far from the reference as the other and further than two roundings,
         as two roundings of one number may differ.
         """
         better, worse = sorted((self.manual.relative, self.sdpa.relative))
         if self.dtype in LARGEST_DIFFERENCE:
             return max(worse, self.between.relative) <= LARGEST_DIFFERENCE[self.dtype]
-        return worse <= max(2 * better, torch.finfo(getattr(torch, self.dtype)).eps)
+        return worse <= max(2 * better, 2 * torch.finfo(getattr(torch, self.dtype)).eps)
 
 
 def agreements(dtypes: Sequence[str], n_embd: int, n_head: int, device: torch.device, seed: int) -> Iterator[Agreement]:

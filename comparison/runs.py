@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from config.command_line import parse
+from config.command_line import parse, plain_values
 from config.errors import UserError
 from config.schema import TrainSettings
 from engine.step_log import read_step_log
@@ -50,12 +50,16 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> list[list[str]]:
-    """A row for each setting that is not the same in all runs: its name, and its value in each."""
-    rows = []
+    """A row for each setting that is not the same in all runs that have it: its name, and its value in each.
+
+    A run on prepared data, say, has no setting of how it was prepared.
+    """
+    rows, settings = [], [plain_values(run.settings) for run in runs]
     for name in TrainSettings.model_fields:
-        values = [getattr(run.settings, name) for run in runs]
-        if name not in NAMES and any(value != values[0] for value in values):
-            rows.append([name, *("none" if value == "" else str(value) for value in values)])
+        values = [own.get(name) for own in settings]
+        had = [value for value in values if value is not None]
+        if name not in NAMES and any(value != had[0] for value in had):
+            rows.append([name, *({"": "none", None: "-"}.get(value, str(value)) for value in values)])
     return rows
 
 

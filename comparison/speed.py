@@ -3,6 +3,7 @@
 Every figure is of one attention module and of always as many tokens, so that longer means fewer sequences.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,10 +86,14 @@ def attention_case(
     config = GPTConfig(block_size=length, n_embd=n_embd, n_head=n_head, attention_impl=path)
     attention = MultiHeadAttention(config).to(place)
 
+    if precision == torch.float64:  # not one of autocast's, so weights and inputs are
+        attention.double()
+    inside = contextlib.nullcontext() if precision == torch.float64 else autocast(place, precision)
+
     def forward(x: Tensor) -> Tensor:
-        with autocast(place, precision):
+        with inside:
             output, _ = attention(x)
-        return output.float()
+        return output if precision == torch.float64 else output.float()
 
     def forward_alone() -> None:
         with torch.no_grad():
@@ -98,9 +103,10 @@ def attention_case(
         forward(x).square().mean().backward()  # type: ignore[no-untyped-call]
         attention.zero_grad(set_to_none=True)
 
-    x = torch.randn(1, min(8, length), n_embd, device=place)
+    wide = torch.float64 if precision == torch.float64 else torch.float32
+    x = torch.randn(1, min(8, length), n_embd, device=place, dtype=wide)
     step()  # loads the libraries, whose memory is not the attention's
-    x = torch.randn(max(1, tokens // length), length, n_embd, device=place)
+    x = torch.randn(max(1, tokens // length), length, n_embd, device=place, dtype=wide)
     return Case({FORWARD: forward_alone, STEP: step}, place.type, lambda: {"kernel": kernel_of(step)})
 
 

@@ -19,7 +19,8 @@ from config.errors import UserError, reason_of
 from config.schema import Settings
 
 PRESETS = Path(__file__).parent
-BOOLEAN_WORDS = {"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"}
+FALSE_WORDS = {"false", "0", "no", "off", "f", "n"}
+BOOLEAN_WORDS = FALSE_WORDS | {"true", "1", "yes", "on", "t", "y"}
 SettingsType = TypeVar("SettingsType", bound=Settings)
 
 
@@ -162,10 +163,16 @@ def _with_values(argv: list[str], schema: type[Settings]) -> list[str]:
     ]
 
 
+def _is_chosen(schema: type[Settings], values: dict[str, Any], name: str) -> bool:
+    """Whether a setting is given, and not as false or empty."""
+    value = values.get(name)
+    return bool(value) and not (schema.model_fields[name].annotation is bool and str(value).lower() in FALSE_WORDS)
+
+
 def overlaid(schema: type[Settings], below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Both, where `above` goes before `below` and sets aside what it stands instead of."""
     for name, set_aside in schema.instead_of.items():
-        if above.get(name):
+        if _is_chosen(schema, above, name):
             below = {key: value for key, value in below.items() if key not in set_aside}
     return {**below, **above}
 
@@ -183,7 +190,7 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
                 f"{name} = {value!r}: expected text without zero bytes ({schema.model_fields[name].description})"
             )
     for name, set_aside in schema.instead_of.items():
-        clash = [other for other in set_aside if values.get(name) and values.get(other)]
+        clash = [other for other in set_aside if _is_chosen(schema, values, name) and _is_chosen(schema, values, other)]
         if clash:
             raise UserError(f"{name} and {clash[0]} are both given: use one of them")
     try:
@@ -194,6 +201,8 @@ def checked(schema: type[SettingsType], values: dict[str, Any]) -> SettingsType:
             raise UserError(first["msg"].removeprefix("Value error, ")) from None
         name = str(first["loc"][0])
         field = schema.model_fields[name]
+        if first["type"] == "missing":
+            raise UserError(f"{name}: is missing; expected {_allowed(field)} ({field.description})") from None
         raise UserError(f"{name} = {first['input']!r}: expected {_allowed(field)} ({field.description})") from None
 
 

@@ -103,7 +103,6 @@ class TrainSettings(PreparationFields):
     """train.py: tokens -> a trained run directory."""
 
     instead_of = {
-        "init_from": (*ARCHITECTURE, "tokenizer", "vocab_size"),
         "data_dir": ("text", "tokenizer", "vocab_size", "val_fraction", "encoding", "text_field", "parse_special"),
         "text": ("data_dir",),
     }
@@ -245,7 +244,7 @@ class SampleSettings(Settings):
         0.0, ge=0, le=1, description="sample among tokens with this share of the likeliest one's probability (0: all)"
     )
     repetition_penalty: Number = Field(
-        1.0, gt=0, description="above 1, tokens that were there already become less likely"
+        1.0, ge=0.01, description="above 1, tokens that were there already become less likely"
     )
     seed: Seed = Field(1337, description="decides what is drawn; sample i depends on the seed and on i alone")
     stop: list[str] = Field([], description="end before one of these texts")
@@ -283,7 +282,7 @@ class CompareSettings(Settings):
     device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     lengths: list[Length] = Field([64, 128, 256, 512, 1024, 2048], min_length=1, description="context lengths to time")
     dtypes: list[TimedDtype] = Field(["float32", "bfloat16"], min_length=1, description="precisions to time")
-    n_embd: Whole = Field(256, ge=1, description="width of the attention module")
+    n_embd: Whole = Field(256, ge=16, description="width of the attention module")
     n_head: Whole = Field(4, ge=1, description="its heads")
     tokens: Whole = Field(4096, ge=1, description="tokens in a batch, in as many sequences as the length allows")
     rounds: Whole = Field(5, ge=0, description="timings of each, of which the median counts (0: no timing)")

@@ -10,7 +10,7 @@ Knows how they are laid out and read; data/preparation.py writes them.
 import hashlib
 import io
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -181,3 +181,25 @@ def read_metadata(folder: Path) -> Metadata:
         detail = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         place = ".".join(map(str, detail["loc"]))
         raise UserError(f"{path}: {place or 'content'}: {detail['msg']}; prepare the data again") from None
+
+
+def refuse_other_data(data: PreparedData, saved: dict[str, Any]) -> None:
+    """A run goes on only with its own tokenizer and its own tokens.
+
+    Raises:
+        UserError: naming both.
+    """
+    meta = data.metadata
+    advice = "prepare it as before, or start a new run with another --out_dir"
+    if meta.tokenizer_sha256 != saved["tokenizer_sha256"]:
+        raise UserError(
+            f"{data.folder}: its tokenizer is {meta.tokenizer} with {meta.vocab_size} ids "
+            f"({meta.tokenizer_sha256[:8]}), the run was trained with {saved['tokenizer']} with "
+            f"{saved['vocab_size']} ids ({saved['tokenizer_sha256'][:8]}); {advice}"
+        )
+    for name in ("train_sha256", "val_sha256"):
+        if getattr(meta, name) != saved[name]:
+            raise UserError(
+                f"{data.folder}: its tokens have {name} {getattr(meta, name)[:8]}, those of the run "
+                f"{saved[name][:8]}; {advice}"
+            )

@@ -254,7 +254,13 @@ def _known_tokenizer(name: str) -> Tokenizer | None:
         return None
     if name == "byte":
         return ByteTokenizer()
-    return tokenizer_from_file(Path(name)) if Path(name).is_file() else named_encoding(name)
+    path = Path(name)
+    if path.is_file():
+        return tokenizer_from_file(path)
+    if path.is_dir() or path.parent != Path() or path.suffix in (".json", ".tiktoken"):
+        found = "a folder" if path.is_dir() else "no such file"
+        raise UserError(f"tokenizer = {name}: {found}; expected a tokenizer.json or a file of tiktoken's ranks")
+    return named_encoding(name)
 
 
 def _spread(pieces: Iterable[str], share: float) -> Iterator[str]:

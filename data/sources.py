@@ -25,6 +25,7 @@ from typing import IO, Any
 from config.errors import UserError, reason_of
 from data.download import download
 
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip", ".7z")
 PIECE_BYTES = 1 << 20  # text is read in pieces of this size, whatever the size of the file
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "idlelib", "tkinter", "lib2to3", "site-packages"}
@@ -55,14 +56,27 @@ class Source:
 
     @cached_property
     def sha256(self) -> str:
-        """A hash of the documents' names and contents; a lone document may be renamed."""
+        """A hash of the documents' names and contents; a lone document may be renamed, but not into another kind."""
         digest = hashlib.sha256()
         for document in self.documents:
             with document.path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
-            name = document.name if len(self.documents) > 1 else ""
+            name = document.name if len(self.documents) > 1 else "".join(kind_of(document.path))
             digest.update(f"{name}\0{content}\n".encode("utf-8", errors="surrogateescape"))
         return digest.hexdigest()
+
+
+def kind_of(path: Path) -> tuple[str, str]:
+    """How a file is read: ".jsonl" or "" for one text, and ".gz" or "" for one that is not packed.
+
+    Raises:
+        UserError: it is an archive of files.
+    """
+    name = path.name.lower()
+    if name.endswith(ARCHIVES):
+        raise UserError(f"{path}: is an archive; unpack it first, and name the folder")
+    unpacked = name.removesuffix(".gz")
+    return ".jsonl" if unpacked.endswith((".jsonl", ".ndjson")) else "", ".gz" if unpacked != name else ""
 
 
 @contextlib.contextmanager
@@ -158,11 +172,11 @@ def read_documents(
         UserError: the file is not in that encoding (with the place), damaged, or a line is not such an object.
         OSError: it cannot be read.
     """
-    name = document.path.name.lower()
+    lines, packed = kind_of(document.path)
     with document.path.open("rb", buffering=0) as raw:
         stored = io.BufferedReader(_Told(raw, on_read), PIECE_BYTES)
-        file: IO[bytes] = gzip.GzipFile(fileobj=stored) if name.endswith(".gz") else stored  # type: ignore[assignment]
-        if name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        file: IO[bytes] = gzip.GzipFile(fileobj=stored) if packed else stored  # type: ignore[assignment]
+        if lines:
             texts = _json_lines(document, file, encoding, text_field)
             yield from (iter((text,)) for text in _undamaged(document, texts))
         else:
@@ -195,15 +209,18 @@ def _json_lines(document: Document, file: IO[bytes], encoding: str, text_field: 
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
+        place = f"{document.path}: line {number}"
         try:
-            text = json.loads(line.decode(encoding).removeprefix("\ufeff"))[text_field]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise UserError(
-                f"{document.path}: line {number}: expected a JSON object with the field {text_field} "
-                f"({type(error).__name__}: {reason_of(error)}); name another with --text_field"
-            ) from None
+            content = json.loads(line.decode(encoding).removeprefix("\ufeff"))
+        except UnicodeError as error:
+            raise UserError(f"{place}: not {encoding} text ({reason_of(error)}); name its --encoding") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: not JSON ({reason_of(error)}); expected one object a line") from None
+        if not isinstance(content, dict) or text_field not in content:
+            raise UserError(f"{place}: expected an object with the field {text_field}; name another with --text_field")
+        text = content[text_field]
         if not isinstance(text, str):
-            raise UserError(f"{document.path}: line {number}: its field {text_field} holds no text")
+            raise UserError(f"{place}: its field {text_field} holds no text")
         yield same_newlines(text)
 
 

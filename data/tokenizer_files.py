@@ -5,6 +5,7 @@ A byte-level BPE is read exactly or refused: what its file says must be what our
 
 import base64
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -12,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError, reason_of
-from data.tokenizers import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, tokenizer_from_json
+from data.tokenizers import (
+    BPE_PATTERN,
+    END_OF_TEXT,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_json,
+)
 
 # GPT-2's pattern (Radford et al. 2019), which Hugging Face's ByteLevel has built in.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -30,7 +39,7 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
         if not text.lstrip().startswith("{"):
-            return _from_tiktoken(text, path.stem)
+            return _from_tiktoken(text)
         content = json.loads(text)
         return from_huggingface(content) if "model" in content else tokenizer_from_json(text)
     except OSError as error:
@@ -42,7 +51,7 @@ def tokenizer_from_file(path: Path) -> Tokenizer:
         ) from None
 
 
-def _from_tiktoken(text: str, name: str) -> BPETokenizer:
+def _from_tiktoken(text: str) -> BPETokenizer:
     ranks = {}
     for number, line in enumerate(text.splitlines(), start=1):
         token, _, rank = line.partition(" ")
@@ -53,7 +62,7 @@ def _from_tiktoken(text: str, name: str) -> BPETokenizer:
     if not ranks or max(ranks) > 2 * len(ranks):
         raise ValueError("holds no ranks, or such that leave most ids out")
     table = [ranks.get(rank, b"") for rank in range(max(ranks) + 1)]
-    return _checked(BPETokenizer(name, GPT2_PATTERN, [*table, b""], len(table)))
+    return _checked(BPETokenizer("bpe", GPT2_PATTERN, [*table, b""], len(table)))
 
 
 def _checked(tokenizer: BPETokenizer) -> BPETokenizer:
@@ -155,7 +164,11 @@ def from_huggingface(content: dict[str, Any]) -> Tokenizer:
         ValueError: it is of another kind, or changes text.
     """
     try:
-        model, specials = content["model"], {t["content"]: int(t["id"]) for t in content.get("added_tokens") or []}
+        model, added = content["model"], content.get("added_tokens") or []
+        specials = {token["content"]: int(token["id"]) for token in added}
+        plain = [token["content"] for token in added if not token.get("special")]
+        if plain:
+            raise ValueError(f"its added token {plain[0]!r} is found in plain text before anything is merged")
         if model.get("type") == "WordLevel":
             return _char_from_huggingface(model["vocab"], specials)
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
@@ -164,7 +177,7 @@ def from_huggingface(content: dict[str, Any]) -> Tokenizer:
             raise ValueError("its normalizer changes the text before encoding, so that it would not round-trip")
         pattern = _pattern_of(content.get("pre_tokenizer"))
         if pattern is None and not model["merges"]:
-            return ByteTokenizer()
+            return _byte_from_huggingface(model["vocab"], specials)
         if pattern is None:
             raise ValueError("its pre-tokenizer does not cut text, which makes encoding a long text take for ever")
         return from_vocab_and_merges("bpe", pattern, model["vocab"], model["merges"], specials)
@@ -185,7 +198,17 @@ def _pattern_of(pre_tokenizer: dict[str, Any] | None) -> str | None:
         raise ValueError("its pre-tokenizer is not a Split that isolates, then ByteLevel")
     if last.get("use_regex", True):
         raise ValueError("its pre-tokenizer cuts twice")
-    return str(split["pattern"]["Regex"])
+    pattern = str(split["pattern"]["Regex"])
+    if greedy(pattern) != pattern:
+        raise ValueError("its pattern has a {...}+, which our regex engine reads otherwise")
+    return BPE_PATTERN if pattern == greedy(BPE_PATTERN) else pattern
+
+
+def _byte_from_huggingface(vocab: dict[str, int], specials: dict[str, int]) -> ByteTokenizer:
+    tokenizer = ByteTokenizer()
+    if vocab != {letters_of(bytes([byte])): byte for byte in range(256)} or specials != {END_OF_TEXT: 256}:
+        raise ValueError("its ids are not those of the bytes themselves, then end-of-text")
+    return tokenizer
 
 
 def _char_from_huggingface(vocab: dict[str, int], specials: dict[str, int]) -> CharTokenizer:
@@ -220,9 +243,18 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
         model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                  "vocab": vocab, "merges": merges}  # fmt: skip
-        cut = byte_level if pattern is None else {"type": "Sequence", "pretokenizers": [_split_at(pattern), byte_level]}
+        cut = (
+            byte_level
+            if pattern is None
+            else {"type": "Sequence", "pretokenizers": [_split_at(greedy(pattern)), byte_level]}
+        )
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
             "pre_tokenizer": cut, "post_processor": None, "decoder": decoder, "model": model}  # fmt: skip
+
+
+def greedy(pattern: str) -> str:
+    """A pattern for their regex engine, in which {1,3}+ repeats where in ours it only does not give back."""
+    return re.sub(r"(\{\d+,\d*\})\+", r"\1", pattern)
 
 
 def _split_at(pattern: str) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def newest_checkpoint(place: Path) -> Path:
     """
     if place.is_dir():
         best = place / "best.pt"
+        if (place / "config.json").exists() and not best.exists() and not (place / "last.pt").exists():
+            raise UserError(f"{place}: is another tool's model; read it first: python -m interop.gpt2 import {place}")
         return best if best.exists() else place / "last.pt"
     if not place.is_file():
         raise UserError(f"{place}: no such run directory or checkpoint; train one with train.py, or name another")

@@ -84,7 +84,7 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         ) from None
     finally:
         if dist.is_initialized():
-            gc.collect()
+            gc.collect()  # what lies in reference cycles and uses the group aborts the process when it goes after it
             dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -21,7 +22,7 @@ from config.command_line import parse
 from config.errors import UserError, run_command
 from config.schema import EvaluateSettings, PreparationFields
 from data.batches import validation_batches
-from data.dataset import PreparedData, TokenFile
+from data.dataset import PreparedData, TokenFile, refuse_other_data
 from data.preparation import prepare_if_needed
 from data.tokenizers import Tokenizer
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, newest_checkpoint, tokenizer_from_checkpoint
@@ -119,18 +120,25 @@ def evaluate_tokens(
     return evaluate(model, windows, byte_lengths, dtype)
 
 
-def data_to_evaluate(settings: EvaluateSettings, own_folder: str, tokenizer: Tokenizer) -> PreparedData:
+def data_to_evaluate(settings: EvaluateSettings, own: dict[str, Any], tokenizer: Tokenizer) -> PreparedData:
     """The data that is named, a text prepared with the model's tokenizer; else that of the run itself.
 
+    Args:
+        settings: what is asked for.
+        own: the run's record of its own data.
+        tokenizer: of the model.
+
     Raises:
-        UserError: it cannot be had, or was prepared with another tokenizer.
+        UserError: it cannot be had, was prepared with another tokenizer, or is no longer the run's own.
     """
     if settings.data and not (Path(settings.data) / "meta.json").is_file():
         options = PreparationFields(val_fraction=0.0, encoding=settings.encoding, text_field=settings.text_field)
         return prepare_if_needed(settings.data, options, tokenizer)
-    if not (settings.data or own_folder):
+    if not (settings.data or own["folder"]):
         raise UserError(f"{settings.run}: has no data of its own; name some with --data")
-    data = PreparedData(Path(settings.data or own_folder))
+    data = PreparedData(Path(settings.data or own["folder"]))
+    if not settings.data:
+        refuse_other_data(data, own)
     if data.metadata.tokenizer_sha256 != tokenizer.sha256():
         raise UserError(
             f"{data.folder}: was prepared with another tokenizer ({data.metadata.tokenizer}) than the model's "
@@ -145,7 +153,7 @@ def main(argv: list[str]) -> None:
     path = newest_checkpoint(Path(settings.run))
     checkpoint = load_checkpoint(path)
     tokenizer = tokenizer_from_checkpoint(checkpoint, path)
-    data = data_to_evaluate(settings, checkpoint["data"]["folder"], tokenizer)
+    data = data_to_evaluate(settings, checkpoint["data"], tokenizer)
     device = choose_device(settings.device)
     dtype, reason = choose_dtype(settings.dtype, device, training=True)
     model = model_from_checkpoint(checkpoint, path).to(device).eval()

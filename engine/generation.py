@@ -71,10 +71,10 @@ def generate(
     block_size = model.config.block_size
     if not 0 <= context_shift <= block_size:
         raise ValueError(f"context_shift = {context_shift}: expected 0 to block_size = {block_size}")
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1 or repetition_penalty <= 0:
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1 or repetition_penalty < 0.01:
         raise ValueError(
             f"temperature {temperature} and top_k {top_k} must not be negative, top_p {top_p} in (0, 1], min_p {min_p} "
-            f"in [0, 1], repetition_penalty {repetition_penalty} above 0"
+            f"in [0, 1], repetition_penalty {repetition_penalty} 0.01 or more"
         )
     streams = [sample_stream(seed, sample) for sample in samples or range(prompt.shape[0])]
     if next_logits is None:
@@ -143,12 +143,13 @@ class Windows:
             self._drop_what_all_pad()
         self.ids = torch.cat((self.ids, next_ids[:, None]), dim=1)
         if self.padding is not None:
-            self.padding = torch.cat((self.padding, torch.zeros_like(self.padding[:, :1])), dim=1)
+            self.padding = torch.cat((self.padding, torch.zeros_like(next_ids[:, None], dtype=torch.bool)), dim=1)
         return full
 
     def _drop_what_all_pad(self) -> None:
         if self.padding is not None:
-            start = int((~self.padding).any(dim=0).int().argmax())
+            filled = (~self.padding).any(dim=0)
+            start = int(filled.int().argmax()) if filled.any() else len(filled)
             self.ids, self.padding = self.ids[:, start:], self.padding[:, start:]
 
 
@@ -201,8 +202,8 @@ def choose_tokens(
     candidates, ids = logits.cpu(), None  # (B, V)
     if 0 < top_k < candidates.shape[-1]:
         candidates, ids = candidates.topk(top_k, dim=-1)  # (B, k)
-    # Subtracting the largest first keeps a tiny temperature from overflowing.
-    scaled = (candidates - candidates.amax(dim=-1, keepdim=True)) / temperature  # 0 at the likeliest
+    # Subtracting the largest first keeps a tiny temperature from overflowing; one tinier still would be 0 in float32.
+    scaled = (candidates - candidates.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # 0 at the likeliest
     probabilities = scaled.softmax(dim=-1)
     if top_p < 1:
         probabilities = _nucleus(probabilities, top_p)

@@ -12,7 +12,7 @@ best.pt          the weights with the best validation loss, to sample
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from config.command_line import Given, checked, overlaid, plain_values, read_given, to_toml
 from config.errors import UserError, reason_of
 from config.schema import ARCHITECTURE, PreparationFields, TrainSettings
-from data.dataset import PreparedData
+from data.dataset import PreparedData, refuse_other_data
 from data.files import clear_unfinished, written_whole
 from data.preparation import prepare_if_needed, safe_name
 from data.tokenizers import Tokenizer
@@ -36,12 +36,12 @@ from engine.checkpoint import (
 from engine.distributed import is_first
 from engine.evaluation import Evaluation
 from engine.optimizer import Optimizer
-from model import GPT
+from model import GPT, GPTConfig
 
 LOCK = ".lock"
 
 # What the saved weights, optimizer state and tokens are made for; the rest may change when a run goes on.
-FIXED = ("block_size", *ARCHITECTURE, "optimizer", *PreparationFields.model_fields)
+FIXED = ("init_from", "block_size", *ARCHITECTURE, "optimizer", *PreparationFields.model_fields)
 
 
 def place_of_run(given: Given) -> tuple[Path, bool]:
@@ -134,8 +134,9 @@ def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> Tr
     by_hash = set(PreparationFields.model_fields) if settings.data_dir else set()
     for name in FIXED:
         if name in saved and name not in by_hash and getattr(settings, name) != saved[name]:
+            made_with = "none" if saved[name] == "" else saved[name]
             raise UserError(
-                f"{name} = {getattr(settings, name)}: the run in {out_dir} was made with {name} = {saved[name]}; "
+                f"{name} = {getattr(settings, name)}: the run in {out_dir} was made with {name} = {made_with}; "
                 f"leave --{name} out, or start a new run with another --out_dir"
             )
     return settings
@@ -185,13 +186,15 @@ def how_to_begin(given: Given, out_dir: Path, resume: bool) -> Beginning:
         path = newest_checkpoint(Path(settings.init_from))
         origin = load_checkpoint(path)
     tokenizer = tokenizer_from_checkpoint(origin, path)
-    return Beginning(with_model_of(settings, given, origin, tokenizer, path), checkpoint, origin, path, tokenizer)
+    if checkpoint is None:
+        settings = with_model_of(settings, given, origin, tokenizer, path)
+    return Beginning(settings, checkpoint, origin, path, tokenizer)
 
 
 def with_model_of(
     settings: TrainSettings, given: Given, origin: dict[str, Any], tokenizer: Tokenizer, path: Path
 ) -> TrainSettings:
-    """Settings with the architecture and the tokenizer of the model that a run begins with.
+    """Settings with the architecture and the tokenizer of the model that a run begins with; a preset's give way.
 
     Args:
         settings: that name it in `init_from`.
@@ -201,17 +204,26 @@ def with_model_of(
         path: for messages.
 
     Raises:
-        UserError: the context that is given is longer than the model's.
+        UserError: the command line asks for something else than the model has.
     """
-    config = origin["model_config"]
-    longest = config["block_size"]
-    length = settings.block_size if "block_size" in given.values else longest
-    if length > longest:
-        raise UserError(f"block_size = {length}: the model in {path} has a context of {longest}; give at most that")
-    taken = {name: config[name] for name in ARCHITECTURE}
-    return settings.model_copy(
-        update=taken | {"block_size": length, "tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
-    )
+    try:
+        config = GPTConfig(**{field.name: origin["model_config"][field.name] for field in fields(GPTConfig)})
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: its architecture does not serve: {error!r}") from None
+    model = {name: getattr(config, name) for name in ARCHITECTURE}
+    model["tokenizer"] = tokenizer.name
+    for name, value in model.items():
+        if name in given.command_line and getattr(settings, name) != value:
+            raise UserError(
+                f"{name} = {getattr(settings, name)}: the model in {path} has {name} = {value}; leave --{name} out"
+            )
+    longest = config.block_size
+    if "block_size" in given.command_line and settings.block_size > longest:
+        raise UserError(
+            f"block_size = {settings.block_size}: the model in {path} has a context of {longest}; give at most that"
+        )
+    length = min(settings.block_size, longest) if "block_size" in given.values else longest
+    return settings.model_copy(update={**model, "block_size": length})
 
 
 def open_data(
@@ -248,28 +260,6 @@ def open_data(
     if checkpoint is not None:
         refuse_other_data(data, checkpoint["data"])
     return data
-
-
-def refuse_other_data(data: PreparedData, saved: dict[str, Any]) -> None:
-    """A run goes on only with its own tokenizer and its own tokens.
-
-    Raises:
-        UserError: naming both.
-    """
-    meta = data.metadata
-    advice = "prepare it as before, or start a new run with another --out_dir"
-    if meta.tokenizer_sha256 != saved["tokenizer_sha256"]:
-        raise UserError(
-            f"{data.folder}: its tokenizer is {meta.tokenizer} with {meta.vocab_size} ids "
-            f"({meta.tokenizer_sha256[:8]}), the run was trained with {saved['tokenizer']} with "
-            f"{saved['vocab_size']} ids ({saved['tokenizer_sha256'][:8]}); {advice}"
-        )
-    for name in ("train_sha256", "val_sha256"):
-        if getattr(meta, name) != saved[name]:
-            raise UserError(
-                f"{data.folder}: its tokens have {name} {getattr(meta, name)[:8]}, those of the run "
-                f"{saved[name][:8]}; {advice}"
-            )
 
 
 @dataclass

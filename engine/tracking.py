@@ -92,15 +92,21 @@ class Tracker:
         if self.wandb_run is not None:
             self.attempt("wandb", lambda: what(self.wandb_run))
 
-    def attempt(self, name: str, what: Callable[[], object]) -> None:
-        """Do what training can do without; once it fails, say so and leave it out: metrics.jsonl has it all."""
+    def attempt(self, name: str, what: Callable[[], object]) -> bool:
+        """Do what training can do without; once it fails, say so and leave it out: metrics.jsonl has it all.
+
+        Returns:
+            Whether it was done.
+        """
         if name in self.failed:
-            return
+            return False
         try:
             what()
+            return True
         except Exception as error:  # of whatever library, its services, the network or the disk
             self.failed.add(name)
             self.say(f"{name}: failed and is left out from now on ({reason_of(error)}); metrics.jsonl goes on")
+            return False
 
     def show(self, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
         """Put the latest numbers on the bar."""

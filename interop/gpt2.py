@@ -8,10 +8,16 @@ No code from any file is run: weights are read from safetensors, or from the old
 loader for plain tensors.
 """
 
+import contextlib
 import json
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -20,7 +26,6 @@ from config.command_line import parse
 from config.errors import UserError, reason_of, run_command
 from config.schema import InteropSettings
 from data.dataset import Metadata, token_dtype
-from data.files import written_whole
 from data.tokenizer_files import GPT2_PATTERN, from_vocab_and_merges, to_huggingface, tokenizer_from_file
 from data.tokenizers import END_OF_TEXT, Tokenizer
 from engine.checkpoint import (
@@ -57,9 +62,10 @@ def config_from_gpt2(content: dict[str, Any]) -> GPTConfig:
     Raises:
         ValueError: it is of another family, or has a part that this model has not.
     """
+    if content.get("model_type") != "gpt2":
+        raise ValueError(f"model_type = {content.get('model_type')!r}: expected 'gpt2'")
     width = content["n_embd"]
     required = {
-        "model_type": ("gpt2",),
         "n_inner": (None, 4 * width),
         "layer_norm_epsilon": (1e-5,),
         "scale_attn_weights": (True,),
@@ -167,7 +173,10 @@ def find_folder(source: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=list(FILES)))
+        folder = Path(snapshot_download(source, allow_patterns=[name for name in FILES if name != WEIGHTS[1]]))
+        if not (folder / WEIGHTS[0]).is_file():  # an older model, which has the other file alone
+            folder = Path(snapshot_download(source, allow_patterns=list(FILES)))
+        return folder
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{source}: no such folder, and as a name of Hugging Face's hub neither in its cache nor to be downloaded "
@@ -230,14 +239,17 @@ def import_model(source: str, out_dir: Path) -> None:
         with NoInitialWeights():
             model = GPT(config)
         model.load_state_dict(model.state_dict() | state_from_gpt2(read_weights(folder), config))
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OSError) as error:
+    except KeyError as error:
+        raise UserError(f"{folder}: cannot be read as a GPT-2: there is no {error.args[0]}") from None
+    except (TypeError, AttributeError, ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{folder}: cannot be read as a GPT-2: {' '.join(str(error).split())[:300]}") from None
     out_dir.mkdir(parents=True, exist_ok=True)
     content = {**model_content(model, tokenizer), "step": 0, "data": {**_unknown_data(source, tokenizer), "folder": ""}}
     save_checkpoint(out_dir / "best.pt", content)
     print(f"{source}: {model.parameter_count():,} parameters, written to {out_dir / 'best.pt'}")
-    print(f"sample from it with: python sample.py --out_dir={out_dir}")
-    print(f"train on with: python train.py --init_from={out_dir} --text=my_text.txt --learning_rate=3e-5")
+    place = shlex.quote(str(out_dir))
+    print(f"sample from it with: python sample.py --out_dir={place}")
+    print(f"train on with: python train.py --init_from={place} --text=my_text.txt --learning_rate=3e-5")
 
 
 def _unknown_data(source: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -273,18 +285,42 @@ def export_model(source: str, out_dir: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.block_size,
         "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        with written_whole(out_dir / name) as file:
-            file.write((json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8"))
-    with written_whole(out_dir / "model.safetensors") as file:
-        file.write(safetensors.torch.save(state_to_gpt2(model), metadata={"format": "pt"}))
+    with _appearing_whole(out_dir) as folder:
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        safetensors.torch.save_file(state_to_gpt2(model), folder / "model.safetensors", metadata={"format": "pt"})
     print(f"{path}: written to {out_dir}; load it with AutoModelForCausalLM.from_pretrained({str(out_dir)!r})")
+
+
+@contextlib.contextmanager
+def _appearing_whole(out_dir: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `out_dir`, missing or empty so far, when all is written.
+
+    Raises:
+        UserError: it cannot be written; nothing is left.
+    """
+    made = not out_dir.exists()
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".exporting-", dir=out_dir))
+        try:
+            yield staging
+            for path in sorted(staging.iterdir()):
+                path.replace(out_dir / path.name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            if made and not any(out_dir.iterdir()):
+                out_dir.rmdir()
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{out_dir}: cannot be written ({reason_of(error)}); nothing was kept") from None
 
 
 def main(argv: list[str]) -> None:
     """Import or export, as the first word says."""
     direction, rest = (argv[0] if argv else ""), argv[1:]
+    if direction in ("-h", "--help"):
+        print(__doc__)
+        return
     if direction not in ("import", "export"):
         raise UserError(f"{direction or 'no word'}: expected import or export, then what, then --out_dir=")
     settings = parse(InteropSettings, rest)

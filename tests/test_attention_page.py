@@ -386,8 +386,9 @@ def test_sample_writes_the_page_of_the_prompt_and_what_came_after(char_run: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--attention_page=nowhere/out.html"], "expected the name of an HTML file in a folder that exists"),
-        (["--attention_page=."], "expected the name of an HTML file"),
+        (["--attention_page=nowhere/out.html"], "expected a name that ends in .html, in a folder that exists"),
+        (["--attention_page=."], "expected a name that ends in .html"),
+        (["--attention_page=last.pt"], "expected a name that ends in .html"),
         (["--attention_page=a.html", "--num_samples=2"], "attention_page shows one text, but num_samples = 2"),
     ],
 )

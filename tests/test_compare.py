@@ -17,11 +17,12 @@ import model
 from comparison.agreement import Agreement, Difference, agreements, attention_results
 from comparison.processes import Case, CaseCall, Measured, measure_in_turn
 from comparison.runs import learning_curves, read_run
-from comparison.speed import FORWARD, STEP, Pair, Work, conclusions, kernel_of
+from comparison.speed import FORWARD, STEP, Pair, Work, attention_case, conclusions, kernel_of
 from comparison.tables import table_lines
 from comparison.timing import Timing, time_in_turn
 from model import GPTConfig, MultiHeadAttention
 from tests.conftest import TEXT, TINY, Outcome, assert_clean_error, call, run_train
+from views.plots import comparison_picture, runs_picture
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -184,8 +185,8 @@ def test_A13_a_case_is_warmed_up_and_repeated_in_a_process_of_its_own() -> None:
     measured = measure_in_turn({"slow": case_call("slow"), "quick": case_call()}, rounds=2)
     assert measured["slow"].facts == {"count": "6"}, "three to warm up, one to see how long it takes, two rounds"
     assert int(measured["quick"].facts["count"]) > 1000, "a short one is repeated"
-    assert len(measured["slow"].timing.seconds) == 2 and 0.3 < measured["slow"].timing.median < 0.6
-    assert 0 < measured["quick"].timing.median < 1e-3
+    assert len(measured["slow"].timing.seconds) == 2 and measured["slow"].timing.median > 0.3
+    assert 0 < measured["quick"].timing.median < measured["slow"].timing.median
 
 
 @pytest.mark.parametrize("fails", ["memory", "killed", "later"])
@@ -254,6 +255,29 @@ def test_A13_the_conclusion_states_what_was_measured_and_nothing_else() -> None:
     ]
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_A13_what_is_timed_is_in_the_precision_that_the_row_says(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(queries: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        seen.add(queries.dtype)
+        return real(queries, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    case = attention_case("sdpa", dtype, length=8, n_embd=16, n_head=2, tokens=16, device="cpu")
+    for run in case.runs.values():
+        run()
+    assert seen == {getattr(torch, dtype)}
+
+
+def test_A13_a_picture_is_drawn_where_memory_is_not_told_and_where_nothing_fits() -> None:
+    untold = Measured({FORWARD: Timing((1.0,)), STEP: Timing((1.0,))})
+    for pairs in ([Pair("float32", 64, untold, untold)], [Pair("float32", 64, OUT_OF_MEMORY, OUT_OF_MEMORY)]):
+        assert comparison_picture({"speed": [pair.as_plain() for pair in pairs]}).startswith(PNG)
+        assert conclusions(pairs)
+
+
 def test_tables_are_aligned_and_read_as_markdown() -> None:
     assert table_lines(["a", "bcde"], [["fgh", "i"]]) == ["| a   | bcde |", "| --- | ---- |", "| fgh | i    |"]
 
@@ -320,7 +344,7 @@ def test_real_times_are_measured_by_the_command(here: Path) -> None:
     assert outcome.status == 0, outcome.stderr
     (pair,) = json.loads((here / "runs/compare/compare.json").read_text(encoding="utf-8"))["speed"]
     for path in ("manual", "sdpa"):
-        assert 0 < pair[path]["forward"]["median"] < pair[path]["step"]["median"] < 1
+        assert pair[path]["forward"]["median"] > 0 and pair[path]["step"]["median"] > 0
     assert pair["sdpa"]["kernel"] == "flash attention for cpu"
 
 
@@ -343,7 +367,12 @@ def test_A07_twenty_updates_come_from_the_same_seed_and_batches(here: Path, tmp_
     )
     assert "after 20 updates the training losses are" in outcome.stdout.splitlines()[-1]
     assert (here / "runs/compare/compare.png").read_bytes().startswith(PNG)
-    assert_clean_error(run_compare(*options), "runs/compare/manual", "already holds a run", "--runs runs/compare/*")
+    assert_clean_error(
+        run_compare(*options),
+        "runs/compare/manual",
+        "already holds a run",
+        "--runs runs/compare/manual runs/compare/sdpa",
+    )
 
 
 def test_curves_are_compared_where_both_have_a_loss(tmp_path: Path) -> None:
@@ -379,6 +408,34 @@ def test_runs_are_compared_by_their_settings_and_results(here: Path, char_data: 
     ]
 
 
+def test_runs_that_began_with_another_are_compared_by_the_architecture_that_they_have(
+    here: Path, char_run: Path
+) -> None:
+    options = ("--max_iters=1", "--device=cpu", "--report=false", "--sample_tokens=0")
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    trained = run_train(f"--init_from={char_run}", "--text=text.txt", "--out_dir=tuned", *options)
+    assert trained.status == 0, trained.stderr
+    outcome = run_compare("--runs", "tuned", str(char_run))
+    assert outcome.status == 0, outcome.stderr
+    rows = outcome.stdout
+    assert "init_from" in rows and "n_layer" not in rows and "tokenizer" not in rows
+    again = read_run(here / "tuned").settings
+    assert (again.n_layer, again.n_embd, again.block_size, again.tokenizer) == (1, 16, 32, "char")
+    (here / "mine.toml").write_text((here / "tuned/settings.toml").read_text().replace('text = "text.txt"', ""))
+    curves = run_compare("--text=text.txt", "--preset=mine.toml", "--max_iters=2", "--rounds=0", "--out_dir=curves")
+    assert curves.status == 0, curves.stderr
+
+
+@pytest.mark.parametrize("name", ["cost_$\\x$ of $ 5", "_hidden", "한글 & <b>"])
+def test_any_name_of_a_run_can_be_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
+    assert runs_picture({name: lines, "other": lines}).startswith(PNG)
+    figures: list[Any] = []
+    monkeypatch.setattr("views.plots._png", lambda figure: figures.append(figure) or b"")
+    runs_picture({name: lines, "other": lines})
+    assert len(figures[0].axes[0].get_legend().get_texts()) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -387,7 +444,8 @@ def test_runs_are_compared_by_their_settings_and_results(here: Path, char_data: 
         (["--lengths", "64", "many"], "lengths = 'many': expected one or more, each a whole number, 1 or more"),
         (["--lengths", "0"], "lengths = '0': expected one or more, each a whole number"),
         (["--dtypes", "int8"], "dtypes = 'int8': expected one or more, each float64 or float32 or bfloat16 or float16"),
-        (["--n_embd=10", "--n_head=3"], "n_embd = 10 is not divisible by n_head = 3"),
+        (["--n_embd=20", "--n_head=3"], "n_embd = 20 is not divisible by n_head = 3"),
+        (["--n_embd=8"], "n_embd = 8: expected a whole number, 16 or more"),
         (["--text=missing.txt", "--rounds=0"], "missing.txt"),
         (["--preset=missing", "--text=missing.txt", "--rounds=0"], "preset missing: no such file"),
     ],

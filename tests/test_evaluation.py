@@ -12,7 +12,7 @@ from data.dataset import PreparedData
 from engine.evaluation import evaluate, evaluation_mode
 from engine.step_log import read_step_log
 from model import GPT, GPTConfig
-from tests.conftest import TEXT, Outcome, assert_clean_error, call, run_prepare
+from tests.conftest import TEXT, TINY, Outcome, assert_clean_error, call, run_prepare, run_train
 
 
 @pytest.fixture
@@ -120,6 +120,16 @@ def test_a_text_is_prepared_with_the_models_tokenizer(char_run: Path, here: Path
     assert_clean_error(run_evaluation(str(char_run), "--data=korean.txt"), "the char vocabulary has no")
 
 
+def test_data_that_was_replaced_since_is_not_taken_for_the_runs_own(here: Path) -> None:
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    assert run_prepare("text.txt", "--tokenizer=byte", "--out_dir=data").status == 0
+    trained = run_train("--data_dir=data", "--out_dir=run", "--max_iters=1", *TINY)
+    assert trained.status == 0, trained.stderr
+    (here / "text.txt").write_text(TEXT[::-1], encoding="utf-8")
+    assert run_prepare("text.txt", "--tokenizer=byte", "--out_dir=data").status == 0
+    assert_clean_error(run_evaluation("run"), "data", "train_sha256")
+
+
 def test_the_part_may_be_chosen(char_run: Path, char_data: Path) -> None:
     said = figures(run_evaluation(str(char_run), f"--data={char_data}", "--part=training"))
     assert f"{PreparedData(char_data).metadata.train_tokens - 1:,} tokens scored" in said["data"]
@@ -129,7 +139,7 @@ def test_the_part_may_be_chosen(char_run: Path, char_data: Path) -> None:
     ("arguments", "words"),
     [
         (["nowhere"], "nowhere: no such run directory or checkpoint"),
-        ([], "run"),
+        ([], "run: is missing; expected text (a run directory or a checkpoint)"),
         (["{run}", "--data=missing.txt"], "missing.txt: no such file"),
         (["{run}", "--data=bytes"], "was prepared with another tokenizer (byte) than the model's (char)"),
         (["{run}", "--part=test"], "part = 'test': expected validation or training"),

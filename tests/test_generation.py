@@ -228,7 +228,7 @@ def ragged_model(**choices: Any) -> GPT:
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 @pytest.mark.parametrize("kv_cache", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("context_shift", [0, 1])
+@pytest.mark.parametrize("context_shift", [0, 1, 16])
 def test_S11_prompts_of_different_lengths_together_give_what_they_give_alone(
     position: str, attention_impl: str, norm_placement: str, kv_cache: bool, temperature: float, context_shift: int
 ) -> None:
@@ -256,6 +256,21 @@ def test_S11_the_step_that_is_recorded_on_a_gpu_takes_padding_too() -> None:
         list(generate(model, prompt, 40, padding=padding, temperature=0, next_logits=next_logits)), dim=1
     )
     assert torch.equal(plain, static)
+
+
+def test_S11_a_context_of_one_token_takes_prompts_of_different_lengths() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=1, vocab_size=5, n_layer=1, n_head=1, n_embd=4))
+    prompt, padding = left_padded([[1], [2, 3, 4]])
+    together = torch.stack(list(generate(model, prompt, 6, padding=padding, temperature=0)), dim=1)
+    alone = torch.stack(list(generate(model, torch.tensor([[4]]), 6, temperature=0)), dim=1)
+    assert together[1].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-300}, {"temperature": 1e300}, {"repetition_penalty": 0.01}])
+def test_extreme_values_give_tokens(extreme: dict[str, float]) -> None:
+    ids = torch.stack(list(generate(ragged_model(), torch.tensor([[1, 2]]), 20, **extreme)))  # type: ignore[arg-type]
+    assert ids.max() < 23
 
 
 def test_prompts_of_equal_length_need_no_padding_and_empty_ones_are_refused() -> None:
@@ -308,7 +323,7 @@ def test_a_strong_penalty_never_says_the_same_twice() -> None:
     assert len(set(repeated)) < 15
 
 
-@pytest.mark.parametrize("wrong", [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.0}])
+@pytest.mark.parametrize("wrong", [{"min_p": -0.1}, {"min_p": 1.1}, {"repetition_penalty": 0.001}])
 def test_sampling_values_out_of_range_are_an_error(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="min_p"):
         next(generate(ragged_model(), torch.tensor([[1]]), 1, **wrong))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,6 +276,28 @@ def test_a_name_is_found_in_the_hubs_cache_without_a_network(tokenizer: BPEToken
     assert_same_logits(loaded(tmp_path / "run"), model)
 
 
+def test_an_export_that_fails_leaves_nothing(
+    tokenizer: BPETokenizer, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(theirs(tokenizer), tokenizer, here / "hf")
+    assert run_interop("import", "hf", "--out_dir=run").status == 0
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    assert_clean_error(
+        run_interop("export", "run", "--out_dir=deep/out"), "deep/out: cannot be written", "nothing was kept"
+    )
+    assert not (here / "deep/out").exists()
+    monkeypatch.undo()
+
+
+def test_the_command_tells_how_it_is_used() -> None:
+    outcome = run_interop("--help")
+    assert outcome.status == 0 and "python -m interop.gpt2 export" in outcome.stdout
+
+
 @pytest.fixture
 def imported(tokenizer: BPETokenizer, here: Path) -> Iterator[Path]:
     saved(theirs(tokenizer), tokenizer, here / "hf")
@@ -315,7 +338,7 @@ def test_an_imported_model_can_be_sampled_from(imported: Path) -> None:
         (["export", "gpt2", "--out_dir=hf"], "hf: is not empty"),
         (["export", "nowhere", "--out_dir=x"], "nowhere: no such run directory"),
         (["convert"], "expected import or export"),
-        (["import", "hf"], "out_dir"),
+        (["import", "hf"], "out_dir: is missing"),
         (["import", "empty", "--out_dir=x"], "empty: has no tokenizer.json"),
     ],
 )
@@ -361,8 +384,39 @@ def test_training_goes_on_from_an_imported_model_with_its_tokenizer_and_is_resum
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--init_from=gpt2", "--text=text.txt", "--n_layer=3"], "init_from and n_layer are both given"),
-        (["--init_from=gpt2", "--text=text.txt", "--tokenizer=char"], "init_from and tokenizer are both given"),
+        (["--n_layer=1"], "n_layer = 1: the run in run was made with n_layer = 2"),
+        (["--init_from=other"], "init_from = other: the run in run was made with init_from = gpt2"),
+    ],
+)
+def test_resuming_keeps_the_model_that_the_run_began_with(
+    arguments: list[str], words: str, imported: Path, here: Path
+) -> None:
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    options = ("--max_iters=0", "--device=cpu", "--report=false", "--sample_tokens=0")
+    assert run_train("--init_from=gpt2", "--text=text.txt", "--out_dir=run", *options).status == 0
+    assert_clean_error(run_train("--out_dir=run", "--resume", "--max_iters=2", *arguments), words)
+    shutil.rmtree(imported)
+    gone_on = run_train("--out_dir=run", "--resume", "--max_iters=1", "--batch_size=1")
+    assert gone_on.status == 0, "the run holds all that it needs"
+
+
+def test_a_folder_of_another_tool_is_told_apart_from_a_run(imported: Path, here: Path) -> None:
+    assert_clean_error(
+        run_train("--init_from=hf", "--out_dir=run"), "hf: is another tool's model", "interop.gpt2 import"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--init_from=gpt2", "--text=text.txt", "--n_layer=3"],
+            "the model in gpt2/best.pt has n_layer = 2; leave",
+        ),
+        (
+            ["--init_from=gpt2", "--text=text.txt", "--tokenizer=char"],
+            "gpt2/best.pt has tokenizer = bpe",
+        ),
         (["--init_from=gpt2", "--text=text.txt", "--block_size=99"], "block_size = 99: the model in gpt2/best.pt has"),
         (["--init_from=nowhere", "--text=text.txt"], "nowhere: no such run directory or checkpoint"),
     ],

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,22 @@ def test_a_picture_that_cannot_be_drawn_does_not_stop_the_run(
     assert outcome.stdout.count("loss.png and report.html: failed and is left out") == 1
     assert "No module named 'matplotlib'" in outcome.stdout
     assert load_checkpoint(here / "run/last.pt")["step"] == 6
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_switch_wandb_off(
+    here: Path, char_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise OSError("no picture")
+
+    told: list[int] = []
+    stand_in = SimpleNamespace(id="x", log=lambda values, step: told.append(step), finish=lambda: None)
+    monkeypatch.setattr("engine.tracking._start_wandb", lambda *arguments: stand_in)
+    monkeypatch.setattr("train.write_run_page", fails)
+    outcome = train_on(
+        char_data, "--max_iters=4", "--eval_interval=2", "--report", "--wandb=offline", "--sample_tokens=0"
+    )
+    assert "wandb: failed" not in outcome.stdout and set(told) == {1, 2, 3, 4}
 
 
 def test_matplotlib_is_imported_only_when_a_picture_is_drawn(char_data: Path, tmp_path: Path) -> None:

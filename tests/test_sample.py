@@ -268,7 +268,7 @@ def test_prompts_from_jsonl_may_hold_line_breaks(char_run: Path, here: Path) -> 
     [
         ("\n\n", "holds no prompts"),
         ('{"text": "a"}', "JSON object with a prompt"),
-        ('{"prompt": 3}', "holds no prompts"),
+        ('{"prompt": 3}', "line 1: its prompt is no text"),
         ("[" * 100_000, "JSON object with a prompt"),
     ],
 )
@@ -294,6 +294,27 @@ def test_an_interactive_session_keeps_the_model_and_outlives_a_prompt_that_canno
     assert outcome.stdout == "".join(alone)
     assert outcome.stderr.count("prompt (an empty line ends)") == 4 and "the char vocabulary has no" in outcome.stderr
     assert outcome.stderr.count("parameters, on cpu") == 1, "the model is loaded once"
+
+
+def test_bytes_that_are_no_text_do_not_end_a_session(tmp_path: Path, char_run: Path) -> None:
+    options = (f"--out_dir={char_run}", "--max_new_tokens=5", "--device=cpu", "--interactive")
+    outcome = script("sample.py", *options, cwd=tmp_path, stdin=b"a\xff\xfe\nLine\n" + b"Line 1" * 9 + b"\n")
+    assert outcome.status == 0 and "Traceback" not in outcome.stderr, outcome.stderr
+    assert "invalid start byte" in outcome.stderr and outcome.stdout.startswith("Line")
+    assert "the model sees the last 32 of them" in outcome.stderr
+    command = f"exec {sys.executable} {REPOSITORY / 'sample.py'} {' '.join(options)} <&-"
+    closed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert closed.returncode == 2 and "standard input: is closed" in closed.stderr
+
+
+def test_half_a_surrogate_pair_in_a_prompt_is_a_clean_error(char_run: Path, here: Path) -> None:
+    (here / "p.jsonl").write_text('{"prompt": "\\ud800x"}\n', encoding="utf-8")
+    assert_clean_error(run_sample(f"--out_dir={char_run}", "--prompts_file=p.jsonl"), "half a surrogate pair")
+
+
+def test_C03_a_flag_that_is_given_as_false_stands_instead_of_nothing(char_run: Path) -> None:
+    outcome = run_sample(f"--out_dir={char_run}", "--interactive=false", "--prompt=Line", "--max_new_tokens=1")
+    assert outcome.status == 0 and outcome.stdout.startswith("Line"), outcome.stderr
 
 
 def test_S08_a_batch_ends_each_text_before_its_own_stop(char_run: Path, here: Path) -> None:

@@ -99,6 +99,18 @@ def test_only_so_many_pieces_are_held_at_once(here: Path, monkeypatch: pytest.Mo
     assert max(held) <= 14 and sum(held) == 400, "two pieces a document"
 
 
+def test_the_same_bytes_under_a_name_of_another_kind_are_another_preparation(here: Path) -> None:
+    content = json_lines(["one", "two"] * 30)
+    folders = {}
+    for name in ("a.txt", "a.jsonl", "b.txt"):
+        (here / name).write_text(content, encoding="utf-8")
+        outcome = run_prepare(name, "--tokenizer=byte")
+        folders[name] = outcome.stdout.split("--data_dir=")[1].strip()
+    assert PreparedData(Path(folders["a.jsonl"])).metadata.documents == 60
+    assert PreparedData(Path(folders["a.txt"])).metadata.documents == 1
+    assert folders["a.txt"].split("-")[-1] == folders["b.txt"].split("-")[-1], "a text may be renamed"
+
+
 def broken(path: str, content: bytes, *words: str) -> tuple[str, bytes, tuple[str, ...]]:
     return path, content, words
 
@@ -109,11 +121,12 @@ def broken(path: str, content: bytes, *words: str) -> tuple[str, bytes, tuple[st
         broken("a.txt.gz", b"not gzip", "a.txt.gz", "damaged gzip"),
         broken("a.txt.gz", gzip.compress(TEXT.encode())[:-20], "a.txt.gz", "damaged gzip"),
         broken("a.txt.gz", gzip.compress(b"\xff\xfe\xfa"), "a.txt.gz", "not utf-8 text (byte 0"),
-        broken("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl: line 2", "field text"),
+        broken("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl: line 2", "not JSON"),
         broken("a.jsonl", b'{"text": "a"}\n{"content": "b"}\n', "a.jsonl: line 2", "--text_field"),
-        broken("a.jsonl", b'["text"]\n', "a.jsonl: line 1"),
+        broken("a.jsonl", b'["text"]\n', "a.jsonl: line 1", "expected an object with the field text"),
         broken("a.jsonl", b'{"text": 5}\n', "a.jsonl: line 1", "holds no text"),
-        broken("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl: line 1"),
+        broken("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl: line 1", "not utf-8 text"),
+        broken("a.tar.gz", gzip.compress(b"x"), "a.tar.gz: is an archive"),
         broken("a.jsonl", b'{"text": "\\ud800"}\n', "half a surrogate pair"),
         broken("a.jsonl", b'{"text": ""}\n', "holds no text"),
         broken("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl: line 1"),

@@ -16,6 +16,8 @@ from data.tokenizer_files import (
     GPT2_PATTERN,
     byte_letters,
     bytes_of,
+    from_huggingface,
+    greedy,
     letters_of,
     merges_of,
     to_huggingface,
@@ -24,7 +26,7 @@ from data.tokenizer_files import (
 from data.tokenizers import BPE_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, train_bpe
 from tests.conftest import TEXT, assert_clean_error, run_prepare, run_train
 
-MIXED = "안녕하세요 세계! Hello  world's 12345 tests\n\n\tdef f(x):\r\n return x 👩‍👩‍👧 e\u0301 \x00 العربية \u200b"
+MIXED = "안녕하세요 세계! Hello  world's 12345678 tests\n\n\tdef f(x):\r\n return x 👩‍👩‍👧 e\u0301 \x00 العربية \u200b"
 BPE = train_bpe([TEXT, MIXED, Path(__file__).read_text(encoding="utf-8")], 600)
 KINDS: dict[str, Tokenizer] = {"bpe": BPE, "char": CharTokenizer(set(TEXT + MIXED)), "byte": ByteTokenizer()}
 
@@ -145,6 +147,40 @@ def test_what_cannot_be_encoded_exactly_is_refused(change: Any, words: str, tmp_
     assert len(str(refusal.value).splitlines()) == 1
 
 
+def bytes_of_theirs(**changes: Any) -> dict[str, Any]:
+    content = to_huggingface(ByteTokenizer())
+    content["model"] |= changes
+    return content
+
+
+def test_a_vocabulary_of_bytes_in_another_order_is_not_taken_for_ours(tmp_path: Path) -> None:
+    assert from_huggingface(bytes_of_theirs()).sha256() == ByteTokenizer().sha256()
+    letters = sorted(byte_letters().values())
+    with pytest.raises(ValueError, match="not those of the bytes themselves"):
+        from_huggingface(bytes_of_theirs(vocab={letter: i for i, letter in enumerate(letters)}))
+    path = tmp_path / "byte.tiktoken"
+    lines = [f"{base64.b64encode(bytes([255 - rank])).decode()} {rank}\n" for rank in range(256)]
+    path.write_text("".join(lines))
+    assert tokenizer_from_file(path).encode("a").tolist() == [255 - ord("a")]
+
+
+def test_added_tokens_that_are_found_in_plain_text_are_refused(tmp_path: Path) -> None:
+    model = trained_by_them()
+    model.add_tokens(["the quick"])
+    with pytest.raises(UserError, match="'the quick' is found in plain text"):
+        tokenizer_from_file(written(model, tmp_path / "tokenizer.json"))
+
+
+def test_a_pattern_that_the_two_engines_read_differently_is_refused_or_written_so_that_they_do_not() -> None:
+    assert greedy(r"\p{N}{1,3}+|\p{L}++") == r"\p{N}{1,3}|\p{L}++"
+    content = to_huggingface(BPE)
+    split = content["pre_tokenizer"]["pretokenizers"][0]
+    assert from_huggingface(content).sha256() == BPE.sha256()
+    split["pattern"]["Regex"] = r"\p{N}{1,3}+|\P{N}+"
+    with pytest.raises(ValueError, match="our regex engine reads otherwise"):
+        from_huggingface(content)
+
+
 def test_letters_stand_for_all_bytes_as_in_gpt2() -> None:
     assert len(set(byte_letters().values())) == 256
     assert letters_of(b" hello\n") == "ĠhelloĊ" and bytes_of("ĠhelloĊ") == b" hello\n"
@@ -188,7 +224,8 @@ def test_a_tokenizer_file_may_be_named_for_preparation_and_training(here: Path) 
     assert tokens == [*model.encode(TEXT).ids, model.token_to_id("<|endoftext|>")]
     options = ("--tokenizer=theirs.json", "--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--max_iters=0")
     assert run_train("--text=text.txt", *options, "--out_dir=run", "--device=cpu", "--report=false").status == 0
-    assert_clean_error(run_prepare("text.txt", "--tokenizer=missing.json"), "missing.json", "expected char, byte, bpe")
+    assert_clean_error(run_prepare("text.txt", "--tokenizer=missing.json"), "missing.json: no such file")
+    assert_clean_error(run_prepare("text.txt", f"--tokenizer={here}"), "a folder")
 
 
 def test_another_file_of_the_same_name_is_another_preparation(here: Path) -> None:

@@ -4,6 +4,7 @@ Knows nothing of models and runs; it is given the numbers.
 """
 
 import io
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ def run_picture(lines: Lines, title: str) -> bytes:
     figure = _figure(9, 7)
     axes = figure.subplot_mosaic([["loss", "loss"], ["learning rate", "gradient norm"]])
     _losses(axes["loss"], {"": lines})
-    axes["loss"].set_title(title)
+    axes["loss"].set_title(_plain(title))
     for name in ("learning rate", "gradient norm"):
         axes[name].plot(*column(lines, name.replace(" ", "_")), linewidth=1)
         _label(axes[name], name)
@@ -69,22 +70,25 @@ def comparison_picture(comparison: Mapping[str, Any]) -> bytes:
 
 def _by_length(axes: "Axes", speed: Iterable[Mapping[str, Any]], value: Any, unit: str) -> None:
     """One line a path and precision, over the lengths; a length that failed leaves a gap."""
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    rows = list(speed)
+    rows, drawn = list(speed), []
     for dash, dtype in zip(DASHES * len(rows), dict.fromkeys(row["dtype"] for row in rows), strict=False):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
         for path, colour in (("manual", MANUAL_COLOUR), ("sdpa", SDPA_COLOUR)):
-            heights = [value(row[path]) or float("nan") for row in of_dtype]
+            heights = [value(row[path]) or math.nan for row in of_dtype]
+            drawn += [height for height in heights if height > 0]
             lengths = [row["length"] for row in of_dtype]
             axes.plot(lengths, heights, dash, marker="o", markersize=3, color=colour, label=f"{path}, {dtype}")
     lengths = sorted({row["length"] for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.minorticks_off()
     axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter("{x:,g}")
+    if drawn:  # memory is not told by every system
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_locator(NullLocator())
     _label(axes, f"forward and backward, {unit}", "context length T")
     axes.legend()
 
@@ -92,12 +96,17 @@ def _by_length(axes: "Axes", speed: Iterable[Mapping[str, Any]], value: Any, uni
 def _losses(axes: "Axes", runs: Mapping[str, Lines]) -> None:
     """Training losses thin, validation losses with a mark each, in one colour a run."""
     for number, (name, lines) in enumerate(runs.items()):
-        colour, before = f"C{number}", f"{name}: " if name else ""
+        colour, before = f"C{number}", f"{_plain(name)}: " if name else ""
         axes.plot(*column(lines, "loss"), color=colour, linewidth=1, alpha=0.6, label=f"{before}training")
         if column(lines, "val_loss")[0]:
             axes.plot(*column(lines, "val_loss"), color=colour, marker="o", label=f"{before}validation")
     _label(axes, "loss, nats per token")
     axes.legend()
+
+
+def _plain(text: str) -> str:
+    """A name as it is: Matplotlib would set $...$ as a formula, and hide a label that begins with _."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _label(axes: "Axes", vertical: str, horizontal: str = "updates") -> None:
