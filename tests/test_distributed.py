@@ -255,3 +255,12 @@ def test_each_process_of_a_machine_has_a_gpu_of_its_own_unless_one_is_named(monk
     assert distributed.own_device(torch.device("cuda")) == torch.device("cuda", 1) == chosen[0]
     assert distributed.own_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
     assert distributed.own_device(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_T14_a_process_that_is_not_the_first_saves_nothing(
+    char_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.run.is_first", lambda: False)
+    outcome = run_train(f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *TINY)
+    assert outcome.status == 0, outcome.stderr
+    assert not {"last.pt", "best.pt", "settings.toml"} & {path.name for path in (tmp_path / "run").iterdir()}
