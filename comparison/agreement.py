@@ -5,7 +5,7 @@ The reference has the same weights and inputs, rounded to the precision in quest
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -114,7 +114,7 @@ def attention_results(
         padding: (B, S) bool, True = padding, or None.
         cached: so many of the first positions are put into a KV cache and get no gradient.
     """
-    attention.config = GPTConfig(**{**vars(attention.config), "attention_impl": path})
+    attention.config = replace(attention.config, attention_impl=path)
     weight = attention.query.weight
     x = x.to(weight)
     mask = None if padding is None else padding.to(weight.device)

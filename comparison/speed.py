@@ -3,7 +3,6 @@
 Every figure is of one attention module and of always as many tokens, so that longer means fewer sequences.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -84,16 +83,15 @@ def attention_case(
     keep_freed_memory()
     place, precision = torch.device(device), getattr(torch, dtype)
     config = GPTConfig(block_size=length, n_embd=n_embd, n_head=n_head, attention_impl=path)
-    attention = MultiHeadAttention(config).to(place)
-
-    if precision == torch.float64:  # not one of autocast's, so weights and inputs are
-        attention.double()
-    inside = contextlib.nullcontext() if precision == torch.float64 else autocast(place, precision)
+    stored = (
+        torch.float64 if precision == torch.float64 else torch.float32
+    )  # weights and inputs; the rest is autocast's
+    attention = MultiHeadAttention(config).to(place, stored)
 
     def forward(x: Tensor) -> Tensor:
-        with inside:
+        with autocast(place, precision):
             output, _ = attention(x)
-        return output if precision == torch.float64 else output.float()
+        return output.to(stored)
 
     def forward_alone() -> None:
         with torch.no_grad():
@@ -103,10 +101,9 @@ def attention_case(
         forward(x).square().mean().backward()  # type: ignore[no-untyped-call]
         attention.zero_grad(set_to_none=True)
 
-    wide = torch.float64 if precision == torch.float64 else torch.float32
-    x = torch.randn(1, min(8, length), n_embd, device=place, dtype=wide)
+    x = torch.randn(1, min(8, length), n_embd, device=place, dtype=stored)
     step()  # loads the libraries, whose memory is not the attention's
-    x = torch.randn(max(1, tokens // length), length, n_embd, device=place, dtype=wide)
+    x = torch.randn(max(1, tokens // length), length, n_embd, device=place, dtype=stored)
     return Case({FORWARD: forward_alone, STEP: step}, place.type, lambda: {"kernel": kernel_of(step)})
 
 

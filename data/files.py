@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -40,3 +42,21 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+@contextlib.contextmanager
+def staging_folder(out_dir: Path, prefix: str) -> Iterator[Path]:
+    """A folder inside the final one, gone when the block ends in whatever way; so is a final one that stayed empty.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = not out_dir.exists()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=prefix, dir=out_dir))
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if made and not any(out_dir.iterdir()):
+            out_dir.rmdir()

@@ -6,7 +6,6 @@ their order; exactly one end-of-text id follows each. The last `val_fraction` of
 
 import hashlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from config.errors import UserError
 from config.schema import PreparationFields
 from data.dataset import Metadata, PreparedData, read_metadata, to_stored, token_dtype
+from data.files import staging_folder
 from data.sources import Source, open_source, read_documents
 from data.tokenizer_files import tokenizer_from_file
 from data.tokenizers import (
@@ -169,20 +169,13 @@ def _refuse_foreign_folder(out_dir: Path, source: Source) -> None:
 
 @contextmanager
 def _staging_folder(out_dir: Path) -> Iterator[Path]:
-    """A folder inside the final one, gone when the block ends in whatever way; so is a final one that stayed empty."""
-    made = not out_dir.exists()
-    out_dir.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=out_dir))
     try:
-        yield staging
+        with staging_folder(out_dir, STAGING_PREFIX) as staging:
+            yield staging
     except OSError as error:
         if error.filename is not None:
             raise
         raise UserError(f"{out_dir}: cannot be written ({error.strerror}); nothing was kept") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if made and not any(out_dir.iterdir()):
-            out_dir.rmdir()
 
 
 def _pieces(

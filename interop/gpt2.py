@@ -11,8 +11,6 @@ loader for plain tensors.
 import contextlib
 import json
 import shlex
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +24,7 @@ from config.command_line import parse
 from config.errors import UserError, reason_of, run_command
 from config.schema import InteropSettings
 from data.dataset import Metadata, token_dtype
+from data.files import staging_folder
 from data.tokenizer_files import GPT2_PATTERN, from_vocab_and_merges, to_huggingface, tokenizer_from_file
 from data.tokenizers import END_OF_TEXT, Tokenizer
 from engine.checkpoint import (
@@ -299,18 +298,11 @@ def _appearing_whole(out_dir: Path) -> Iterator[Path]:
     Raises:
         UserError: it cannot be written; nothing is left.
     """
-    made = not out_dir.exists()
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".exporting-", dir=out_dir))
-        try:
+        with staging_folder(out_dir, ".exporting-") as staging:
             yield staging
             for path in sorted(staging.iterdir()):
                 path.replace(out_dir / path.name)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-            if made and not any(out_dir.iterdir()):
-                out_dir.rmdir()
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{out_dir}: cannot be written ({reason_of(error)}); nothing was kept") from None
 
