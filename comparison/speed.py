@@ -83,9 +83,8 @@ def attention_case(
     keep_freed_memory()
     place, precision = torch.device(device), getattr(torch, dtype)
     config = GPTConfig(block_size=length, n_embd=n_embd, n_head=n_head, attention_impl=path)
-    stored = (
-        torch.float64 if precision == torch.float64 else torch.float32
-    )  # weights and inputs; the rest is autocast's
+    # Weights and inputs, as in training; what is narrower is autocast's.
+    stored = torch.float64 if precision == torch.float64 else torch.float32
     attention = MultiHeadAttention(config).to(place, stored)
 
     def forward(x: Tensor) -> Tensor:

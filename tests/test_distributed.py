@@ -1,5 +1,6 @@
 """The same run on several processes that torchrun starts: by gloo, on the CPU."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -105,6 +106,7 @@ def test_T12_on_a_cpu_gloo_joins_them_and_is_left_in_order(runs: Runs) -> None:
 
 def test_K02_names_in_the_checkpoint_have_no_prefix(runs: Runs) -> None:
     assert weights(runs.folder / "2").keys() == weights(runs.folder / "1").keys()
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in weights(runs.folder / "2"))
 
 
 def test_a_run_goes_on_with_another_number_of_processes(runs: Runs, char_data: Path, tmp_path: Path) -> None:
@@ -239,6 +241,21 @@ def test_a_stray_variable_of_somebodys_shell_makes_no_process_group(monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert distributed.rank() == 0 and distributed.world_size() == 1 and distributed.is_first()
     assert distributed.own_micro_batches(1) == range(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_T12_the_group_is_left_however_the_run_ends(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: told.append(backend))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: told[-1:] == ["gloo"])
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: told.append("left"))
+    as_process(monkeypatch, 0, 2)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    with contextlib.suppress(ValueError), distributed.process_group(torch.device("cpu"), 10):
+        if fails:
+            raise ValueError("the run fails")
+    assert told == ["gloo", "left"]
 
 
 def test_what_all_find_wrong_is_said_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
