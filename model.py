@@ -703,6 +703,12 @@ class GPT(nn.Module):
         """Next-token scores: (..., C) -> (..., V)."""
         return self.padded_logits(hidden)[..., : self.config.vocab_size]
 
+    def next_logits(
+        self, idx: Tensor, *, key_padding_mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Scores of the token after the last one: (B, T) ids -> (B, V); arguments and errors as `hidden_states`."""
+        return self.logits(self.hidden_states(idx, key_padding_mask=key_padding_mask, cache=cache)[:, -1])
+
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy (B, T, C), (B, T) -> () in nats per token, without holding all the logits."""
         hidden, targets = hidden.flatten(0, 1), targets.flatten()  # (N, C), (N,)

@@ -38,7 +38,8 @@ from engine.device import (
 from engine.evaluation import Evaluation, evaluate_tokens
 from engine.generation import generate
 from engine.optimizer import learning_rate_at, make_optimizer
-from engine.run import Beginning, Run, how_to_begin, open_data, place_of_run, sole_use
+from engine.run import Beginning, Run, how_to_begin, is_to_be_shared, open_data, place_of_run, sole_use
+from engine.sharding import shard, whole
 from engine.signals import StopSignals
 from engine.text_stream import start_of_document, stream_text
 from engine.tracking import SilentTracker, Tracker
@@ -75,7 +76,8 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
         if resumed and run.is_finished:
             say(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
             return
-        train(run, batches, dtype, facts)
+        with distributed.said_once():
+            train(run, batches, dtype, facts)
 
 
 def set_up(
@@ -95,7 +97,11 @@ def set_up(
     settings = beginning.settings
     with distributed.first_one_first():
         data = open_data(settings, beginning.checkpoint, beginning.tokenizer)
-    model = make_model(beginning, data).to(device)
+    model = make_model(beginning, data)
+    if is_to_be_shared(settings):
+        shard(model, device, dtype)
+    else:
+        model.to(device)
     batches = TrainingBatches(
         data.train,
         block_size=settings.block_size,
@@ -107,7 +113,8 @@ def set_up(
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
-    run.peak_flops = peak_flops(settings.peak_flops, device, dtype)
+    peak = peak_flops(settings.peak_flops, device, dtype)
+    run.peak_flops = None if peak is None else peak * distributed.world_size()
     if beginning.checkpoint is not None:
         run.restore(beginning.checkpoint)
     return run, batches
@@ -148,7 +155,8 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
     """
     settings, progress, model = run.settings, run.progress, run.model.train()
     forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if settings.compile else model
-    forward = distributed.replicated(forward, model.device)
+    if not run.is_shared:
+        forward = distributed.replicated(forward, model.device)
     run.write_settings()
     first = distributed.is_first()
     tracker = Tracker(run.out_dir, settings, progress.step, run.wandb_id) if first else SilentTracker()
@@ -190,7 +198,7 @@ def update(
     optimizer = cast(torch.optim.Optimizer, run.optimizer)  # the scaler asks for its groups and its step alone
     run.scaler.unscale_(optimizer)
     gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
-    gradient_norm = torch.nn.utils.get_total_norm(gradients)
+    gradient_norm = whole(torch.nn.utils.get_total_norm(gradients))
     loss = distributed.summed(torch.stack(parts).sum())
     if is_to_be_made(run, loss, gradient_norm, step):
         if settings.grad_clip:
@@ -254,8 +262,8 @@ def record_update(run: Run, tracker: Tracker, batches: TrainingBatches, loss: fl
 def take_stock(run: Run, tracker: Tracker, dtype: torch.dtype, facts: dict[str, str]) -> None:
     """See how good the model is, save it, and show both."""
     evaluation = validate(run, tracker, dtype)
-    if run.settings.sample_tokens and distributed.is_first():
-        tracker.record_sample(run.progress.step, sample_text(run))
+    if run.settings.sample_tokens and (distributed.is_first() or run.is_shared):
+        tracker.record_sample(run.progress.step, sample_text(run, dtype))
     run.save(evaluation)
     if run.settings.report and distributed.is_first():
         page = lambda: write_run_page(run.out_dir, run.settings, facts)  # noqa: E731
@@ -264,8 +272,10 @@ def take_stock(run: Run, tracker: Tracker, dtype: torch.dtype, facts: dict[str, 
     tracker.restart_clock(run.progress.step)
 
 
-def sample_text(run: Run) -> str:
+def sample_text(run: Run, dtype: torch.dtype) -> str:
     """What the model writes now, begun as a document begins; the same random numbers every time.
+
+    In float32, but for a model that processes share, whose weights come in the precision of the matrix products.
 
     Raises:
         UserError: the weights are broken.
@@ -276,7 +286,8 @@ def sample_text(run: Run) -> str:
     temperature = SampleSettings.model_fields["temperature"].default
     tokens = generate(run.model, start, count, temperature=temperature, seed=run.settings.seed, next_logits=next_logits)
     try:
-        return "".join(stream_text((int(token) for token in tokens), tokenizer))
+        with autocast(run.model.device, dtype if run.is_shared else torch.float32):
+            return "".join(stream_text((int(token) for token in tokens), tokenizer))
     except FloatingPointError as error:
         raise run.divergence(str(error)) from None
 
@@ -330,6 +341,7 @@ def summary(run: Run, batches: TrainingBatches, hardware: str) -> dict[str, str]
     """What is about to be trained, on what, where, and what to expect of the first loss."""
     settings, config, meta = run.settings, run.model.config, run.data.metadata
     processes = distributed.world_size()
+    several = "" if processes == 1 else f"{processes} processes ({settings.parallel}), the first on "
     total = settings.max_iters * batches.tokens_per_step
     padded = f", padded to {config.padded_vocab_size:,}" if config.padded_vocab_size > config.vocab_size else ""
     validation = f"{meta.val_tokens:,} for validation" if meta.val_tokens else "none for validation: evaluation is off"
@@ -343,7 +355,7 @@ def summary(run: Run, batches: TrainingBatches, hardware: str) -> dict[str, str]
         "training": f"{settings.max_iters:,} updates of {batches.tokens_per_step:,} tokens{resumed}: {total:,} "
         f"tokens, {total / meta.train_tokens:.2f} passes over the data; {settings.optimizer}, "
         f"compile {settings.compile}",
-        "device": hardware if processes == 1 else f"{processes} processes, the first on {hardware}",
+        "device": several + hardware,
         "software": f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
         "first loss": f"about ln({config.vocab_size:,}) = {math.log(config.vocab_size):.2f}, that of guessing",
         "run": str(run.out_dir),

@@ -92,6 +92,14 @@ class InteropSettings(Settings):
     out_dir: str = Field(min_length=1, description="where it is written to")
 
 
+class OneFileSettings(Settings):
+    """engine.one_file: checkpoints in shards -> one file each."""
+
+    positional = "run"
+
+    run: str = Field(min_length=1, description="a run directory")
+
+
 # What a model says that a run begins with.
 ARCHITECTURE = (
     "n_layer", "n_head", "n_embd", "bias", "norm_placement", "position", "activation", "tied_head",
@@ -125,6 +133,10 @@ class TrainSettings(PreparationFields):
         0.0, ge=0, description="the device's peak operations per second, to show its utilisation (0: where it is known)"
     )
 
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="under torchrun: each process has the whole model (ddp) or a share of every parameter (fsdp)",
+    )
     collective_timeout: Number = Field(
         600.0, gt=0, description="under torchrun: seconds without a word from another process that mean it was lost"
     )

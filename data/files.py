@@ -34,10 +34,14 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+    flush_folder(path.parent)
+
+
+def flush_folder(path: Path) -> None:
+    """Have the names in a folder last through a power failure, where its file system can."""
     if os.name == "posix":
-        # So that the rename lasts through a power failure; some network file systems cannot.
         with contextlib.suppress(OSError):
-            folder = os.open(path.parent, os.O_RDONLY)
+            folder = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:

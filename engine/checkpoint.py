@@ -1,9 +1,11 @@
 """Checkpoints: one file of tensors and plain types that appears whole or not at all.
 
 Loading runs no code from the file (`weights_only`), and tensors are mapped, so that whoever wants the weights
-does not pay for the optimizer state beside them.
+does not pay for the optimizer state beside them. Of a model that several processes share, the numbers lie in shards
+beside the file (engine/shards.py), and are read from there as if they were in it.
 """
 
+import contextlib
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from config.errors import UserError, reason_of
 from data.dataset import Metadata
 from data.files import written_whole
 from data.tokenizers import Tokenizer, tokenizer_from_json
+from engine.distributed import is_first, wait_for_all
+from engine.shards import are_shared, folder_of, remove_unused_shards, with_numbers, write_shards
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 2
@@ -28,20 +32,40 @@ REQUIRED = {"format_version": int, "model": dict, "model_config": dict, "tokeniz
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint beside its target, flush it to the disk, then rename it into place.
 
+    Of tensors that processes share, each process writes its own part, so that every one must come here; otherwise the
+    one that comes writes all.
+
     Args:
-        path: the target; an earlier file stays whole until the new one is.
+        path: the target; an earlier checkpoint stays whole until the new one is.
         content: tensors and plain types, as `model_content` and the caller's own state.
 
     Raises:
-        UserError: the disk is full or the folder cannot be written; the earlier file is intact.
+        UserError: the disk is full or the folder cannot be written; the earlier checkpoint is intact.
     """
+    shared = are_shared(content)
     try:
-        with written_whole(path) as file:
-            torch.save({"format_version": FORMAT_VERSION, **content}, file)
+        if shared:
+            content = write_shards(path, content, in_use=_shards_in_use(path) if path.exists() else None)
+        if not shared or is_first():
+            with written_whole(path) as file:
+                torch.save({"format_version": FORMAT_VERSION, **content}, file)
+            remove_unused_shards(path, folder_of(path, content))
     except (OSError, RuntimeError) as error:  # a failing write reaches us as either
         raise UserError(
             f"{path}: cannot be written ({reason_of(error)}); an earlier checkpoint there is intact"
         ) from None
+    if shared:
+        wait_for_all()  # one that saves again must find the file as it is now
+
+
+def clear_unused_shards(path: Path) -> None:
+    """Remove shards that a process left which was killed while it saved; only for who uses the folder alone."""
+    with contextlib.suppress(UserError):  # a damaged checkpoint keeps all there is
+        remove_unused_shards(path, _shards_in_use(path) if path.exists() else None)
+
+
+def _shards_in_use(path: Path) -> Path | None:
+    return folder_of(path, load_checkpoint(path, numbers=False))
 
 
 def model_content(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -65,11 +89,16 @@ def newest_checkpoint(place: Path) -> Path:
     return place
 
 
-def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; `lazily` maps the file and reads each tensor when it is used.
+def load_checkpoint(path: Path, *, lazily: bool = True, numbers: bool = True) -> dict[str, Any]:
+    """Read a checkpoint to the CPU.
+
+    Args:
+        path: the file.
+        lazily: map it, and read each tensor when it is used; of shards, read the weights alone.
+        numbers: False leaves what lies in shards on the meta device.
 
     Raises:
-        UserError: no such file, not a checkpoint, cut off, or of a later format.
+        UserError: no such file, not a checkpoint, cut off, or of a later format; shards are missing or damaged.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; expected a file that train.py saved")
@@ -101,7 +130,12 @@ def load_checkpoint(path: Path, *, lazily: bool = True) -> dict[str, Any]:
         raise UserError(f"{path}: its record of the data does not serve ({place})") from None
     if content["step"] < 0 or not isinstance(content["data"].get("folder"), str):
         raise UserError(f"{path}: its step or data folder does not serve; expected a checkpoint of train.py")
-    return content
+    try:
+        return with_numbers(path, content, weights_alone=lazily) if numbers else content
+    except ValueError as error:
+        raise UserError(
+            f"{path}: its numbers cannot be read, {reason_of(error)}; a folder with its shards belongs beside it"
+        ) from None
 
 
 class NoInitialWeights(TorchFunctionMode):
@@ -118,7 +152,7 @@ def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -
     """The model of a checkpoint, on the CPU in float32.
 
     Args:
-        content: from `load_checkpoint`.
+        content: from `load_checkpoint`; without its numbers, the model has none that mean anything.
         path: for messages.
         changes: config fields to change, such as attention_impl or dropout.
 
@@ -132,7 +166,8 @@ def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -
         refuse_implausible(state, config)
         with NoInitialWeights():
             model = GPT(config)
-        model.load_state_dict(state)
+        if not any(tensor.is_meta for tensor in state.values()):  # numbers that come later
+            model.load_state_dict(state)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(

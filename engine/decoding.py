@@ -77,12 +77,11 @@ class NextLogits:
         `padding` (B, T) is True where a row of fewer tokens is padded, at its start.
         """
         if self.cache is None:
-            return self.model.logits(self.model.hidden_states(window, key_padding_mask=padding)[:, -1])
+            return self.model.next_logits(window, key_padding_mask=padding)
         new = window[:, self.cache.length :]
         if self.step is not None and new.shape[1] == 1 and self.cache.length:
             return self.step(new[:, 0], padding)
-        hidden = self.model.hidden_states(new, key_padding_mask=padding, cache=self.cache)
-        return self.model.logits(hidden[:, -1])
+        return self.model.next_logits(new, key_padding_mask=padding, cache=self.cache)
 
 
 def quick_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Function:

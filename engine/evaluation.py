@@ -85,9 +85,11 @@ def evaluate(
     """
     nats, tokens, text_bytes = 0.0, 0, 0
     with evaluation_mode(model):
-        for inputs, targets in itertools.islice(batches, rank(), None, world_size()):
+        for inputs, targets, counts in shared_in_turn(batches):
             with autocast(inputs.device, dtype):
                 _, loss = model(inputs, targets, return_logits=False)
+            if not counts:
+                continue
             nats += loss.item() * targets.numel()
             tokens += targets.numel()
             text_bytes += int(byte_lengths[targets].sum())
@@ -98,6 +100,18 @@ def evaluate(
     if tokens == 0:
         raise ValueError("there are no tokens to score")
     return Evaluation(nats / tokens, nats / math.log(2) / max(1, text_bytes), int(tokens))
+
+
+def shared_in_turn(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """The batches that this process takes of several, and whether each counts.
+
+    All processes take as many: for those that have none left in the last round, a batch of another one stands in,
+    since a model that is shared computes nothing unless all of them do.
+    """
+    remaining = iter(batches)
+    while one_round := list(itertools.islice(remaining, world_size())):
+        counts = rank() < len(one_round)
+        yield *one_round[rank() if counts else -1], counts
 
 
 def evaluate_tokens(

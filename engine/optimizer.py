@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from config.schema import TrainSettings
+from engine.sharding import on_whole_matrices, shared_like
 from model import GPT
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024, "Muon"
@@ -43,10 +44,10 @@ def learning_rate_at(step: int, settings: TrainSettings) -> float:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Replace each matrix by (nearly) its closest orthogonal one, all of a shape at once.
 
-    Five Newton-Schulz iterations in bfloat16 push every singular value to between about 0.7 and 1.2.
+    Five Newton-Schulz iterations in bfloat16, over the short side, push every singular value to about 0.7 to 1.2.
 
     Args:
-        matrices: (N, rows, columns), rows <= columns.
+        matrices: (N, rows, columns).
 
     Returns:
         Same shape, bfloat16.
@@ -54,19 +55,21 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    x = matrices.bfloat16()
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if tall else matrices).bfloat16()  # (N, short side, long side)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.mT  # (N, rows, rows)
+        gram = x @ x.mT  # (N, short side, short side)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon with the matrices of one shape orthogonalized together.
 
     Momentum, Nesterov, decoupled decay and `match_rms_adamw` scaling are the same, so that learning rate
-    and weight decay are those of AdamW; only the many small matrix products become a few large ones.
+    and weight decay are those of AdamW; only the many small matrix products become a few large ones. Where several
+    processes have a share of every matrix, each of them orthogonalizes some of the matrices.
 
     Args:
         params: matrices.
@@ -91,8 +94,7 @@ class Muon(torch.optim.Optimizer):
             by_shape = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows, columns = sorted(parameter.shape)
-                    by_shape[rows, columns].append(parameter)
+                    by_shape[parameter.shape].append(parameter)
             for parameters in by_shape.values():
                 self._update_together(parameters, group["lr"], group["weight_decay"])
 
@@ -104,13 +106,12 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             state["momentum_buffer"].lerp_(parameter.grad, 1 - MUON_MOMENTUM)
-            direction = parameter.grad.lerp(state["momentum_buffer"], MUON_MOMENTUM)  # Nesterov
-            directions.append(direction if parameter.shape[0] <= parameter.shape[1] else direction.mT)
-        updates = orthogonalize(torch.stack(directions)).to(parameters[0].dtype)  # (N, short side, long side)
-        rate = 0.2 * math.sqrt(updates.shape[-1]) * lr
-        for parameter, update in zip(parameters, updates, strict=True):
+            directions.append(parameter.grad.lerp(state["momentum_buffer"], MUON_MOMENTUM))  # Nesterov
+        updates = on_whole_matrices(orthogonalize, torch.stack(directions))  # (N, rows, columns)
+        rate = 0.2 * math.sqrt(max(parameters[0].shape)) * lr
+        for parameter, update in zip(parameters, updates.to(parameters[0].dtype).unbind(), strict=True):
             parameter.mul_(1 - lr * weight_decay)
-            parameter.add_(update if parameter.shape[0] <= parameter.shape[1] else update.mT, alpha=-rate)
+            parameter.add_(update, alpha=-rate)
 
 
 class Optimizer:
@@ -155,7 +156,16 @@ class Optimizer:
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(dict(state))
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+            part.load_state_dict(
+                {
+                    **state,
+                    "state": {
+                        index: {name: shared_like(parameters[index], value) for name, value in values.items()}
+                        for index, values in state["state"].items()
+                    },
+                }
+            )
             names = {"momentum_buffer"} if isinstance(part, Muon) else {"step", "exp_avg", "exp_avg_sq"}
             for parameter, values in part.state.items():
                 # The fused kernels do not look, and would read beyond the end of a smaller tensor.

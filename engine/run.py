@@ -7,6 +7,7 @@ loss.png         the curves
 report.html      the curves, samples, settings and hardware on one page
 last.pt          everything needed to go on exactly, and to sample
 best.pt          the weights with the best validation loss, to sample
+*.shards-*/      the numbers of either, where several processes share the model (engine/shards.py)
 """
 
 import contextlib
@@ -27,15 +28,18 @@ from data.files import clear_unfinished, written_whole
 from data.preparation import prepare_if_needed, safe_name
 from data.tokenizers import Tokenizer
 from engine.checkpoint import (
+    clear_unused_shards,
     load_checkpoint,
     model_content,
     newest_checkpoint,
     save_checkpoint,
     tokenizer_from_checkpoint,
 )
-from engine.distributed import is_first
+from engine.distributed import any_of_all, is_first, world_size
 from engine.evaluation import Evaluation
 from engine.optimizer import Optimizer
+from engine.sharding import own_share
+from engine.shards import folder_of, read_shards, tensors_of
 from model import GPT, GPTConfig
 
 LOCK = ".lock"
@@ -82,6 +86,8 @@ def sole_use(out_dir: Path) -> Iterator[None]:
         raise UserError(f"{out_dir}: cannot be written ({reason_of(error)}); name another --out_dir") from None
     try:
         clear_unfinished(out_dir)
+        for name in ("last.pt", "best.pt"):
+            clear_unused_shards(out_dir / name)
         yield
     finally:
         with contextlib.suppress(OSError):  # what else lies in these folders stays, and they with it
@@ -106,7 +112,7 @@ def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
             if (out_dir / name).exists() and not _began_here(out_dir):
                 raise UserError(f"{out_dir}: holds a {name} that this run would replace; name another --out_dir")
         return None
-    checkpoint = load_checkpoint(path, lazily=False)
+    checkpoint = load_checkpoint(path, lazily=False, numbers=False)
     if "optimizer" not in checkpoint or not isinstance(checkpoint.get("settings"), dict):
         raise UserError(
             f"{path}: has no optimizer state, so it can be sampled from but not gone on with; use a last.pt"
@@ -140,6 +146,11 @@ def settings_to_resume(saved: dict[str, Any], given: Given, out_dir: Path) -> Tr
                 f"leave --{name} out, or start a new run with another --out_dir"
             )
     return settings
+
+
+def is_to_be_shared(settings: TrainSettings) -> bool:
+    """Whether each of several processes is to hold a part of the model."""
+    return settings.parallel == "fsdp" and world_size() > 1
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,8 @@ def how_to_begin(given: Given, out_dir: Path, resume: bool) -> Beginning:
     else:
         settings = settings_to_resume(checkpoint["settings"], given, out_dir)
     settings = settings.model_copy(update={"resume": False, "out_dir": str(out_dir)})
+    if checkpoint is not None and "shards" in checkpoint and not is_to_be_shared(settings):
+        checkpoint = load_checkpoint(path, lazily=False)
     if not settings.init_from:
         return Beginning(settings, checkpoint, checkpoint, path, None)
     origin = checkpoint
@@ -303,6 +316,11 @@ class Run:
         self.peak_flops: float | None = None  # of the device, where it is known
 
     @property
+    def is_shared(self) -> bool:
+        """Whether each process holds a part of the model."""
+        return is_to_be_shared(self.settings)
+
+    @property
     def patience_is_over(self) -> bool:
         """Whether validation has not improved for as long as the settings allow."""
         return 0 < self.settings.patience <= self.progress.evaluations_without_better
@@ -327,14 +345,17 @@ class Run:
             raise UserError(f"{self.out_dir}: cannot be written ({error.strerror}); name another --out_dir") from None
 
     def save(self, evaluation: Evaluation | None = None) -> None:
-        """Write last.pt, then best.pt when the evaluation is the best so far; of several processes, the first does.
+        """Write last.pt, then best.pt when the evaluation is the best so far.
 
-        In this order, so that a run killed between the two can go on; it then makes up for the second.
+        Of several processes the first does, or all of them when they share the model. In this order, so that a run
+        killed between the two can go on; it then makes up for the second.
 
         Raises:
             UserError: the weights are not finite (an earlier checkpoint stays), or the disk does not take them.
         """
-        if not all(bool(torch.isfinite(parameter).all()) for parameter in self.model.parameters()):
+        own = (own_share(parameter) for parameter in self.model.parameters())
+        broken = not all(bool(torch.isfinite(numbers).all()) for numbers in own)
+        if any_of_all(broken, self.model.device):
             raise self.divergence("a weight is not finite")
         progress = self.progress
         is_best = evaluation is not None and evaluation.loss < progress.best_loss
@@ -342,7 +363,7 @@ class Run:
             progress.best_loss, progress.evaluations_without_better = evaluation.loss, 0
         elif evaluation is not None:
             progress.evaluations_without_better += 1
-        if not is_first():
+        if not (is_first() or self.is_shared):
             return
         save_checkpoint(self.out_dir / "last.pt", self._content() | self._state() | {"is_best": is_best})
         if is_best:
@@ -384,6 +405,9 @@ class Run:
         """
         try:
             self.optimizer.load_state_dict(checkpoint["optimizer"])
+            folder = folder_of(self.out_dir / "last.pt", checkpoint)
+            if folder is not None:
+                read_shards(folder, tensors_of(self._content() | self._state()), alone=False)
             if checkpoint["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(checkpoint["scaler"])
             self.progress = Progress(
@@ -395,12 +419,13 @@ class Run:
             self.wandb_id = None if checkpoint["wandb_id"] is None else str(checkpoint["wandb_id"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None
-        if is_first() and checkpoint.get("is_best") is True and not self._best_is_saved():
+        missing = is_first() and checkpoint.get("is_best") is True and not self._best_is_saved()
+        if any_of_all(missing, self.model.device) and (is_first() or self.is_shared):
             save_checkpoint(self.out_dir / "best.pt", self._content())
 
     def _best_is_saved(self) -> bool:
         """Whether best.pt holds the present weights."""
         try:
-            return bool(load_checkpoint(self.out_dir / "best.pt")["step"] == self.progress.step)
+            return bool(load_checkpoint(self.out_dir / "best.pt", numbers=False)["step"] == self.progress.step)
         except UserError:  # the run was killed before it had any
             return False

@@ -141,6 +141,9 @@ class SilentTracker(Tracker):
     def record(self, step: int, **values: float | None) -> None:
         """The first process has the same numbers."""
 
+    def record_sample(self, step: int, text: str) -> None:
+        """The first process has the same text."""
+
     def show(self, loss: float, tokens_per_second: float, utilisation: float | None) -> None:
         """There is no bar."""
 

@@ -10,6 +10,7 @@ import io
 import json
 import random
 import resource
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from engine.checkpoint import load_checkpoint, model_from_checkpoint, tokenizer_
 from engine.optimizer import make_optimizer
 from engine.run import Run, settings_to_resume
 from tests.conftest import TEXT, TINY
+from tests.several import in_shards
 
 SECONDS_FOR_ONE = 20  # then the process is ended with a traceback, as a file that hangs it would deserve
 ADDRESS_SPACE = 16 << 30
@@ -99,6 +101,7 @@ class Targets:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs, self.prepared = folder, [], []
+        self.shared = folder / "run-shared"
         (folder / "text.txt").write_text(TEXT, encoding="utf-8")
         for tokenizer in ("char", "bpe"):
             data, out_dir = folder / f"data-{tokenizer}", folder / f"run-{tokenizer}"
@@ -108,6 +111,9 @@ class Targets:
             train.main([f"--data_dir={data}", f"--out_dir={out_dir}", "--max_iters=2", "--optimizer=muon", *TINY])
             self.runs.append(out_dir)
             self.prepared.append(data)
+        self.shared.mkdir()
+        (self.shared / "last.pt").write_bytes((self.runs[0] / "last.pt").read_bytes())
+        in_shards(self.shared / "last.pt")
 
     def use_checkpoint(self, path: Path) -> None:
         """Sample one token, and take back the training state."""
@@ -156,6 +162,15 @@ def cases(targets: Targets, rng: random.Random) -> list[tuple[str, Callable[[], 
         torch.save(content, checkpoint)
         targets.use_checkpoint(checkpoint)
 
+    def shards(name: str) -> None:
+        shutil.copytree(targets.shared, damaged, dirs_exist_ok=True)
+        if name == "values":
+            torch.save(damaged_values(torch.load(checkpoint, weights_only=True), rng), checkpoint)
+        else:
+            path = damaged / name
+            path.write_bytes(damaged_bytes(path.read_bytes(), rng))
+        targets.use_checkpoint(checkpoint)
+
     def prepared_file(name: str, structured: bool) -> None:
         for file in prepared.iterdir():
             (damaged / file.name).write_bytes(file.read_bytes())
@@ -175,6 +190,9 @@ def cases(targets: Targets, rng: random.Random) -> list[tuple[str, Callable[[], 
         ("checkpoint, bytes", raw_checkpoint),
         ("checkpoint, values", checkpoint_values),
         ("checkpoint, tokenizer", checkpoint_tokenizer),
+        ("checkpoint in shards, values", lambda: shards("values")),
+        ("shards, description", lambda: shards("last.shards-a/.metadata")),
+        ("shards, numbers", lambda: shards("last.shards-a/__0_0.distcp")),
         ("meta.json, bytes", lambda: prepared_file("meta.json", False)),
         ("meta.json, values", lambda: prepared_file("meta.json", True)),
         ("tokenizer.json, bytes", lambda: prepared_file("tokenizer.json", False)),

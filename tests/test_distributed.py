@@ -1,9 +1,7 @@
 """The same run on several processes that torchrun starts: by gloo, on the CPU."""
 
 import contextlib
-import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,36 +17,10 @@ from data.dataset import PreparedData
 from engine import distributed
 from engine.checkpoint import load_checkpoint
 from engine.step_log import read_step_log
-from tests.conftest import REPOSITORY, TINY, Outcome, run_train
+from tests.conftest import TINY, Outcome, run_train
+from tests.several import SHARED, as_process, assert_same_weights, changed, torchrun, weights
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo is tried on Linux")
-
-SHARED = (*TINY, "--gradient_accumulation_steps=4", "--log_interval=1", "--optimizer=muon", "--dropout=0.1")
-
-
-def torchrun(processes: int, *argv: str, script: Path = REPOSITORY / "train.py", **environment: str) -> Outcome:
-    """Run train.py, or a program that does so with something changed, in so many processes."""
-    options = [word for word in argv if word.startswith("--max-restarts")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *options]
-    result = subprocess.run(
-        [*command, str(script), *(word for word in argv if word not in options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Outcome(result.returncode, result.stdout, result.stderr)
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return dict(load_checkpoint(run / "last.pt", lazily=False)["model"])
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    for (name, value), (other_name, other_value) in zip(weights(one).items(), weights(other).items(), strict=True):
-        assert name == other_name
-        torch.testing.assert_close(value, other_value, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @dataclass
@@ -68,6 +40,7 @@ def runs(char_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             f"--out_dir={folder / str(processes)}",
             "--max_iters=6",
             "--eval_interval=2",
+            "--peak_flops=1e12",
         )
         said[processes] = run_train(*options, *SHARED) if processes == 1 else torchrun(processes, *options, *SHARED)
         assert said[processes].status == 0, said[processes].stderr
@@ -87,12 +60,30 @@ def test_T11_losses_tokens_and_weights_do_not_depend_on_the_number_of_processes(
     assert_same_weights(runs.folder / "1", runs.folder / str(processes))
 
 
+def test_P01_utilisation_is_of_the_peak_of_all_processes_together(runs: Runs) -> None:
+    for processes in (1, 2):
+        lines = [line for line in read_step_log(runs.folder / str(processes) / "metrics.jsonl") if "mfu" in line]
+        per_token = {line["mfu"] * processes * 1e12 / line["tokens_per_second"] for line in lines}
+        assert len(lines) == 6 and max(per_token) == pytest.approx(min(per_token), rel=1e-2)
+        assert max(per_token) == pytest.approx(6 * 4464, rel=0.5)  # six operations a parameter, and attention's
+
+
+def test_K02_a_compiled_model_is_shared_among_processes_too(char_data: Path, tmp_path: Path) -> None:
+    options = (f"--data_dir={char_data}", "--compile", "--max_iters=3", "--eval_interval=3", *SHARED, "--dropout=0")
+    alone = run_train(*options, f"--out_dir={tmp_path / '1'}")
+    together = torchrun(2, *options, f"--out_dir={tmp_path / '2'}")
+    for outcome in (alone, together):
+        assert outcome.status == 0 and "going on without" not in outcome.stderr, outcome.stderr
+    assert "compile True" in together.stdout
+    assert_same_weights(tmp_path / "1", tmp_path / "2")
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_T13_T14_one_process_prints_and_writes(processes: int, runs: Runs) -> None:
     said, folder = runs.said[processes], runs.folder / str(processes)
     for word in ("model    ", "best validation loss", "sample from it with", "step 4: validation loss"):
         assert said.stdout.count(word) == 1, word
-    assert f"{processes} processes, the first on cpu" in said.stdout
+    assert f"{processes} processes (ddp), the first on cpu" in said.stdout
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "best.pt", "last.pt", "metrics.jsonl", "samples.jsonl", "settings.toml",
     }  # fmt: skip
@@ -139,20 +130,6 @@ def test_T10_micro_batches_that_cannot_be_shared_are_refused_once_with_the_neare
     message = rf"gradient_accumulation_steps = {steps}: 2 processes share .* a multiple of 2; the nearest is {nearest}"
     assert len(re.findall(message, outcome.stderr)) == 1, outcome.stderr
     assert "AssertionError" not in outcome.stderr
-
-
-def changed(tmp_path: Path, body: str) -> Path:
-    """A program that trains with `update` changed; `rank` and `restarts` say which process it is, and which try."""
-    path = tmp_path / "changed.py"
-    path.write_text(
-        "import os, signal, sys, time\nimport train\nfrom config.errors import run_command\n"
-        "rank, restarts = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "real = train.update\n"
-        f"def update(run, forward, batches, step, dtype):\n    {body}\n"
-        "    return real(run, forward, batches, step, dtype)\n"
-        "train.update = update\nrun_command(train.main)\n"
-    )
-    return path
 
 
 KILLED = "if rank == 1 and step == 3 and restarts == 0: os.kill(os.getpid(), signal.SIGKILL)"
@@ -209,11 +186,6 @@ def test_K07_a_signal_to_one_process_stops_all_and_saves(char_data: Path, tmp_pa
 
 
 # --- without processes ----------------------------------------------------------------------------------------------
-
-
-def as_process(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}.items():
-        monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -1,0 +1,67 @@
+"""Runs on several processes that torchrun starts, for the tests."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint import load_checkpoint
+from engine.shards import write_shards
+from tests.conftest import REPOSITORY, TINY, Outcome
+
+SHARED = (*TINY, "--gradient_accumulation_steps=4", "--log_interval=1", "--optimizer=muon", "--dropout=0.1")
+
+
+def torchrun(processes: int, *argv: str, script: Path = REPOSITORY / "train.py", **environment: str) -> Outcome:
+    """Run train.py, or a program that does so with something changed, in so many processes."""
+    options = [word for word in argv if word.startswith("--max-restarts")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *options]
+    result = subprocess.run(
+        [*command, str(script), *(word for word in argv if word not in options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Outcome(result.returncode, result.stdout, result.stderr)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(load_checkpoint(run / "last.pt", lazily=False)["model"])
+
+
+def assert_same_weights(one: Path, other: Path, atol: float = 1e-6) -> None:
+    for (name, value), (other_name, other_value) in zip(weights(one).items(), weights(other).items(), strict=True):
+        assert name == other_name
+        torch.testing.assert_close(value, other_value, atol=atol, rtol=1e-5, msg=name)
+
+
+def changed(tmp_path: Path, body: str) -> Path:
+    """A program that trains with `update` changed; `rank` and `restarts` say which process it is, and which try."""
+    path = tmp_path / "changed.py"
+    path.write_text(
+        "import os, signal, sys, time\nimport train\nfrom config.errors import run_command\n"
+        "rank, restarts = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "real = train.update\n"
+        f"def update(run, forward, batches, step, dtype):\n    {body}\n"
+        "    return real(run, forward, batches, step, dtype)\n"
+        "train.update = update\nrun_command(train.main)\n"
+    )
+    return path
+
+
+def as_process(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def in_shards(path: Path) -> None:
+    """Turn a checkpoint of one file into one in shards, as several processes write it."""
+    content = load_checkpoint(path, lazily=False)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is one process, here
+    torch.save(write_shards(path, content, in_use=None), path)
