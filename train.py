@@ -24,6 +24,7 @@ from config.schema import SampleSettings, TrainSettings
 from data.batches import TrainingBatches
 from data.dataset import PreparedData
 from engine import distributed
+from engine.activations import checkpoint_activations
 from engine.checkpoint import model_from_checkpoint
 from engine.decoding import NextLogits
 from engine.device import (
@@ -38,9 +39,20 @@ from engine.device import (
 from engine.evaluation import Evaluation, evaluate_tokens
 from engine.generation import generate
 from engine.optimizer import learning_rate_at, make_optimizer
-from engine.run import Beginning, Run, how_to_begin, is_to_be_shared, open_data, place_of_run, sole_use
+from engine.rehearsal import foresee, rehearse
+from engine.run import (
+    Beginning,
+    Run,
+    how_to_begin,
+    is_to_be_shared,
+    open_data,
+    place_of_run,
+    refuse_occupied,
+    sole_use,
+)
 from engine.sharding import shard, whole
 from engine.signals import StopSignals
+from engine.step_memory import StepMemory
 from engine.text_stream import start_of_document, stream_text
 from engine.tracking import SilentTracker, Tracker
 from model import GPT
@@ -50,14 +62,20 @@ from views.run_page import write_run_page
 def main(argv: list[str]) -> None:
     """Train in the run directory that the command line means."""
     given = read_given(TrainSettings, argv, takes_preset=True)
-    out_dir, resume = place_of_run(given)
-    restarted = distributed.was_restarted() and (out_dir / "last.pt").exists()
+    out_dir, asked = place_of_run(given)
+    resume = asked.resume or (distributed.was_restarted() and (out_dir / "last.pt").exists())
+    if asked.dry_run:
+        begin(given, out_dir, resume)
+        return
     with sole_use(out_dir) if distributed.is_first() else contextlib.nullcontext():
-        begin(given, out_dir, resume or restarted)
+        if not resume:
+            with distributed.said_once():
+                refuse_occupied(out_dir)
+        begin(given, out_dir, resume)
 
 
 def begin(given: Given, out_dir: Path, resume: bool) -> None:
-    """Start a run in its directory, or go on with the one that is there."""
+    """Start a run in its directory, or go on with the one that is there; or find out what an update takes."""
     with distributed.said_once():
         beginning = how_to_begin(given, out_dir, resume)
         settings = beginning.settings
@@ -67,12 +85,18 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
     keep_freed_memory()
     with distributed.process_group(device, settings.collective_timeout):
         with distributed.said_once():
-            run, batches = set_up(beginning, out_dir, own, device, dtype)
+            with distributed.first_one_first():
+                data = open_data(settings, beginning.checkpoint, beginning.tokenizer)
+            expected = foresee(settings, data, device, dtype) if settings.dry_run else None
+            run, batches = set_up(beginning, data, own, device, dtype)
         resumed = beginning.checkpoint is not None
         del beginning
         hardware = f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"
         facts = summary(run, batches, hardware)
         say("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
+        if expected is not None:
+            rehearse_updates(run, batches, dtype, expected)
+            return
         if resumed and run.is_finished:
             say(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
             return
@@ -81,13 +105,13 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
 
 
 def set_up(
-    beginning: Beginning, out_dir: Path, own: range, device: torch.device, dtype: torch.dtype
+    beginning: Beginning, data: PreparedData, own: range, device: torch.device, dtype: torch.dtype
 ) -> tuple[Run, TrainingBatches]:
-    """Data, model and optimizer, as they were where a run goes on.
+    """Model, optimizer and batches, as they were where a run goes on.
 
     Args:
         beginning: settings and what was saved.
-        out_dir: the run directory.
+        data: to learn from.
         own: micro-batches of this process.
         device, dtype: where it trains, and in which precision.
 
@@ -95,9 +119,9 @@ def set_up(
         UserError: something is missing or contradicts what was saved.
     """
     settings = beginning.settings
-    with distributed.first_one_first():
-        data = open_data(settings, beginning.checkpoint, beginning.tokenizer)
     model = make_model(beginning, data)
+    if settings.activation_checkpointing:
+        checkpoint_activations(model)
     if is_to_be_shared(settings):
         shard(model, device, dtype)
     else:
@@ -112,12 +136,18 @@ def set_up(
         own=own,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(out_dir, settings, data, model, make_optimizer(model, settings), scaler)
+    run = Run(Path(settings.out_dir), settings, data, model, make_optimizer(model, settings), scaler)
     peak = peak_flops(settings.peak_flops, device, dtype)
     run.peak_flops = None if peak is None else peak * distributed.world_size()
     if beginning.checkpoint is not None:
         run.restore(beginning.checkpoint)
     return run, batches
+
+
+def rehearse_updates(run: Run, batches: TrainingBatches, dtype: torch.dtype, expected: StepMemory) -> None:
+    """Do a few updates that nobody keeps, and say what they take."""
+    forward = prepared(run, batches, dtype)
+    rehearse(run, batches.tokens_per_step, expected, lambda step: update(run, forward, batches, step, dtype))
 
 
 def say(line: str) -> None:
@@ -153,10 +183,8 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
         dtype: of the matrix products.
         facts: for the run's page.
     """
-    settings, progress, model = run.settings, run.progress, run.model.train()
-    forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if settings.compile else model
-    if not run.is_shared:
-        forward = distributed.replicated(forward, model.device)
+    settings, progress, model = run.settings, run.progress, run.model
+    forward = prepared(run, batches, dtype)
     run.write_settings()
     first = distributed.is_first()
     tracker = Tracker(run.out_dir, settings, progress.step, run.wandb_id) if first else SilentTracker()
@@ -178,6 +206,13 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
             if stopped or run.patience_is_over:
                 break
         leave(run, tracker, (signals.received or signal.SIGTERM) if stopped else None)
+
+
+def prepared(run: Run, batches: TrainingBatches, dtype: torch.dtype) -> torch.nn.Module:
+    """The model in training mode, compiled and wrapped as the settings say."""
+    model = run.model.train()
+    forward = compiled_or_eager(model, *next(batches.global_batch(0)), dtype) if run.settings.compile else model
+    return forward if run.is_shared else distributed.replicated(forward, model.device)
 
 
 def update(

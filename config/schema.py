@@ -129,6 +129,10 @@ class TrainSettings(PreparationFields):
     device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: Dtype = Field("auto", description="precision of the matrix products; weights are kept in float32")
     compile: bool = Field(False, description="compile the model with torch.compile")
+    activation_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass: less memory, a third more operations"
+    )
+    dry_run: bool = Field(False, description="say how much memory and time an update takes, and train nothing")
     peak_flops: Number = Field(
         0.0, ge=0, description="the device's peak operations per second, to show its utilisation (0: where it is known)"
     )

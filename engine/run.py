@@ -48,8 +48,8 @@ LOCK = ".lock"
 FIXED = ("init_from", "block_size", *ARCHITECTURE, "optimizer", *PreparationFields.model_fields)
 
 
-def place_of_run(given: Given) -> tuple[Path, bool]:
-    """The run directory and whether the run goes on there.
+def place_of_run(given: Given) -> tuple[Path, TrainSettings]:
+    """The run directory, and the settings that say whether the run goes on there, or is only rehearsed.
 
     The directory is as said, else in runs/ and named after the text or data on the command line, the preset,
     or the text.
@@ -57,11 +57,11 @@ def place_of_run(given: Given) -> tuple[Path, bool]:
     Raises:
         UserError: one of these settings is wrong; the others may only be right beside those of the saved run.
     """
-    names = {"out_dir", "resume", "text", "data_dir"}
+    names = {"out_dir", "resume", "dry_run", "text", "data_dir"}
     settings = checked(TrainSettings, {name: value for name, value in given.values.items() if name in names})
     own = given.command_line.get("text") or given.command_line.get("data_dir")
     name = safe_name(own or given.preset_name or settings.text or settings.data_dir or "stdlib")
-    return Path(settings.out_dir or Path("runs") / name), settings.resume
+    return Path(settings.out_dir or Path("runs") / name), settings
 
 
 @contextlib.contextmanager
@@ -98,20 +98,26 @@ def sole_use(out_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def checkpoint_to_resume(out_dir: Path, resume: bool) -> dict[str, Any] | None:
-    """The checkpoint to go on from, or None for a new run.
+def refuse_occupied(out_dir: Path) -> None:
+    """Check that a new run replaces nothing.
 
     Raises:
-        UserError: there is a run where a new one should start, or none where one should go on.
+        UserError: there is a run, or a file of a name that a run writes.
+    """
+    if (out_dir / "last.pt").exists():
+        raise UserError(f"{out_dir}: already holds a run; add --resume to go on with it, or name another --out_dir")
+    for name in ("best.pt", "metrics.jsonl", "samples.jsonl", "loss.png", "report.html", "settings.toml"):
+        if (out_dir / name).exists() and not _began_here(out_dir):
+            raise UserError(f"{out_dir}: holds a {name} that this run would replace; name another --out_dir")
+
+
+def checkpoint_to_resume(out_dir: Path) -> dict[str, Any]:
+    """The checkpoint to go on from; what lies in shards has no numbers yet.
+
+    Raises:
+        UserError: there is none, or one that can only be sampled from.
     """
     path = out_dir / "last.pt"
-    if not resume:
-        if path.exists():
-            raise UserError(f"{out_dir}: already holds a run; add --resume to go on with it, or name another --out_dir")
-        for name in ("best.pt", "metrics.jsonl", "samples.jsonl", "loss.png", "report.html", "settings.toml"):
-            if (out_dir / name).exists() and not _began_here(out_dir):
-                raise UserError(f"{out_dir}: holds a {name} that this run would replace; name another --out_dir")
-        return None
     checkpoint = load_checkpoint(path, lazily=False, numbers=False)
     if "optimizer" not in checkpoint or not isinstance(checkpoint.get("settings"), dict):
         raise UserError(
@@ -184,7 +190,7 @@ def how_to_begin(given: Given, out_dir: Path, resume: bool) -> Beginning:
     Raises:
         UserError: settings are wrong or contradict what is there.
     """
-    checkpoint, path = checkpoint_to_resume(out_dir, resume), out_dir / "last.pt"
+    checkpoint, path = checkpoint_to_resume(out_dir) if resume else None, out_dir / "last.pt"
     if checkpoint is None:
         settings = checked(TrainSettings, given.values)
     else:

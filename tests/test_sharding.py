@@ -109,9 +109,7 @@ def test_one_process_alone_shares_with_nobody(runs: Runs) -> None:
     assert not list(runs.of("muon", 1).glob("*.shards-*")) and "fsdp" not in runs.said["muon", 1].stdout
 
 
-@pytest.mark.parametrize(
-    ("begins", "ends", "optimizer"), [(2, 1, "muon"), (2, 4, "adamw"), (1, 2, "adamw"), (4, 2, "muon")]
-)
+@pytest.mark.parametrize(("begins", "ends", "optimizer"), [(2, 1, "muon"), (2, 4, "adamw"), (1, 2, "muon")])
 def test_K05_a_shared_run_goes_on_with_another_number_of_processes(
     begins: int, ends: int, optimizer: str, runs: Runs, char_data: Path, tmp_path: Path
 ) -> None:
@@ -134,12 +132,18 @@ def test_K05_a_shared_run_goes_on_with_another_number_of_processes(
 def test_in_bfloat16_a_shared_model_learns_as_whole_ones_do(char_data: Path, tmp_path: Path) -> None:
     """The norms and everything outside the blocks stay in float32, as autocast has it; compiled, too."""
     options = [f"--data_dir={char_data}", *UNEVEN, "--n_embd=24", "--position=rotary", "--norm_placement=pre"]
-    losses = {}
-    for name, extra in {"ddp": [], "fsdp": [FSDP], "compiled": [FSDP, "--compile", "--max_iters=2"]}.items():
+    losses, again = {}, [FSDP, "--activation_checkpointing"]
+    for name, extra in {
+        "ddp": [],
+        "fsdp": [FSDP],
+        "again": again,
+        "compiled": [FSDP, "--compile", "--max_iters=2"],
+    }.items():
         outcome = torchrun(2, *options, f"--out_dir={tmp_path / name}", "--dtype=bfloat16", *extra)
         assert outcome.status == 0 and "going on without" not in outcome.stderr, outcome.stderr
         losses[name] = [line["loss"] for line in read_step_log(tmp_path / name / "metrics.jsonl") if "loss" in line]
     assert losses["fsdp"] == pytest.approx(losses["ddp"], abs=2e-4)
+    assert losses["again"] == losses["fsdp"], "what is computed again is the same"
     assert losses["compiled"] == pytest.approx(losses["ddp"][:2], abs=5e-3)
 
 
