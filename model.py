@@ -553,6 +553,36 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET)
 
 
+def cross_entropy_of_chunk(
+    states: Tensor, head: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum of some positions' cross-entropies, and its gradients, whose logits nobody sees.
+
+    Args:
+        states: (n, C) hidden states.
+        head: (padded vocabulary, C), of the same type.
+        targets: (n,).
+        vocab_size: ids from here on are padding.
+        with_gradients: otherwise there are none.
+
+    Returns:
+        The sum (), in float32 or wider; its gradients with respect to states (n, C) and head.
+    """
+    scored, chosen = (targets != IGNORED_TARGET)[:, None], targets[:, None].clamp(min=0)  # (n, 1), (n, 1)
+    logits = states @ head.T  # (n, padded vocabulary)
+    logits[:, vocab_size:] = -torch.inf
+    wide_dtype = torch.float32 if logits.dtype.itemsize < 4 else logits.dtype
+    log_probabilities = logits.log_softmax(dim=-1, dtype=wide_dtype)
+    loss = -log_probabilities.gather(1, chosen).masked_fill(~scored, 0.0).sum()
+    if not with_gradients:
+        return loss, None, None
+    minus_one = torch.full_like(chosen, -1, dtype=wide_dtype)
+    d_logits = log_probabilities.exp_().scatter_add_(1, chosen, minus_one).to(states.dtype)
+    del logits, log_probabilities  # no one needs them while the products below take their place
+    d_logits.index_fill_(0, (~scored[:, 0]).nonzero()[:, 0], 0.0)
+    return loss, d_logits @ head, d_logits.T @ states
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of the head's logits, a chunk of positions at a time, so that they never exist all at once.
 
@@ -568,28 +598,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         device = hidden.device.type
         autocasts = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
         dtype = torch.get_autocast_dtype(device) if autocasts else hidden.dtype
-        wide_dtype = torch.float32 if dtype.itemsize < 4 else dtype
         head = weight.to(dtype)
-        total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
+        total = torch.zeros((), dtype=torch.float32 if dtype.itemsize < 4 else dtype, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if with_gradients else None
         d_weight = None
         chunks = math.ceil(len(targets) * weight.shape[0] / LOGITS_AT_ONCE)
         chunk = math.ceil(len(targets) / chunks)
         for start in range(0, len(targets), chunk):
             rows = slice(start, start + chunk)
-            states, scored = hidden[rows].to(dtype), (targets[rows] != IGNORED_TARGET)[:, None]  # (n, C), (n, 1)
-            chosen = targets[rows, None].clamp(min=0)  # (n, 1)
-            logits = states @ head.T  # (n, padded vocabulary)
-            logits[:, vocab_size:] = -torch.inf
-            log_probabilities = logits.log_softmax(dim=-1, dtype=wide_dtype)
-            total -= log_probabilities.gather(1, chosen).masked_fill(~scored, 0.0).sum()
-            if d_hidden is not None:
-                minus_one = torch.full_like(chosen, -1, dtype=wide_dtype)
-                d_logits = log_probabilities.exp_().scatter_add_(1, chosen, minus_one).to(dtype)
-                d_logits.index_fill_(0, (~scored[:, 0]).nonzero()[:, 0], 0.0)
-                d_hidden[rows] = d_logits @ head
-                d_head = (d_logits.T @ states).to(weight.dtype)
-                d_weight = d_head if d_weight is None else d_weight.add_(d_head)
+            loss, d_states, d_head = cross_entropy_of_chunk(
+                hidden[rows].to(dtype), head, targets[rows], vocab_size, with_gradients
+            )
+            total += loss
+            if d_hidden is not None and d_states is not None and d_head is not None:
+                d_hidden[rows] = d_states
+                d_weight = d_head.to(weight.dtype) if d_weight is None else d_weight.add_(d_head)
+            del d_states, d_head
         count = (targets != IGNORED_TARGET).sum()
         ctx.gradients = d_hidden, d_weight, count
         return total / count
