@@ -36,6 +36,7 @@ bench: $(VENV)/.development  ## measure here, beside the peers, into bench/resul
 	$(RUN) -m bench.commands
 	$(RUN) compare.py --out_dir=bench/results
 	$(RUN) -m bench.generation
+	$(RUN) -m bench.scaling
 
 clean:  ## remove the environment and caches, never runs or data
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

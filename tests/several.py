@@ -16,19 +16,31 @@ from tests.conftest import REPOSITORY, TINY, Outcome
 SHARED = (*TINY, "--gradient_accumulation_steps=4", "--log_interval=1", "--optimizer=muon", "--dropout=0.1")
 
 
-def torchrun(processes: int, *argv: str, script: Path = REPOSITORY / "train.py", **environment: str) -> Outcome:
-    """Run train.py, or a program that does so with something changed, in so many processes."""
-    options = [word for word in argv if word.startswith("--max-restarts")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *options]
-    result = subprocess.run(
-        [*command, str(script), *(word for word in argv if word not in options)],
+def started(
+    processes: int,
+    *argv: str,
+    place: tuple[str, ...] = ("--standalone",),
+    script: Path = REPOSITORY / "train.py",
+    **environment: str,
+) -> "subprocess.Popen[str]":
+    """Start train.py, or a program that does so with something changed, in so many processes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc_per_node={processes}", str(script), *argv],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-        check=False,
     )
-    return Outcome(result.returncode, result.stdout, result.stderr)
+
+
+def torchrun(
+    processes: int, *argv: str, restarts: int = 0, script: Path = REPOSITORY / "train.py", **environment: str
+) -> Outcome:
+    """Run it to its end, beginning again so often when a process is lost."""
+    place = ("--standalone", f"--max-restarts={restarts}")
+    with started(processes, *argv, place=place, script=script, **environment) as job:
+        out, err = job.communicate(timeout=120)
+    return Outcome(job.returncode, out, err)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -9,9 +9,12 @@ import torch
 import bench.cases
 import bench.gpu_check
 import bench.peers
+import bench.scaling
 import bench.tables
 from bench.cases import CASES, SMALL, time_cases_in_turn
-from model import GPTConfig
+from config.command_line import parse
+from config.schema import TrainSettings
+from model import GPT, GPTConfig
 
 
 def test_A13_a_case_of_the_peers_runs_in_its_own_process() -> None:
@@ -57,6 +60,30 @@ def test_the_gpu_check_runs_from_end_to_end_in_miniature(here: Path) -> None:
     said = "\n".join(": ".join(row) for row in rows)
     for words in ("against float64", "T = 16: manual", "16 texts", "the same", "in two parts 0.0e+00"):
         assert words in said, said
+
+
+def test_what_processes_tell_each_other_by_formula() -> None:
+    config = GPTConfig(
+        block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=16, norm_placement="pre", tied_head=False
+    )
+    blocks, elsewhere = bench.scaling.parameters_of(config)
+    model = GPT(config)
+    outside = [model.token_embedding, model.position_embedding, model.head]
+    assert elsewhere == sum(p.numel() for module in outside for p in module.parameters())
+    assert blocks + elsewhere == model.parameter_count()
+    assert bench.scaling.ddp_bytes(1000, 1) == 0 and bench.scaling.ddp_bytes(1000, 4) == 6000
+    assert bench.scaling.fsdp_bytes(1000, 500, 2, 3) == 3 / 2 * (4000 + 2000 + 6000)
+    assert bench.scaling.fsdp_bytes(1000, 500, 2, 3, gloo=True) == 3 / 2 * (4000 + 2000 + 12000)
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="counted as Linux counts")
+def test_what_processes_tell_each_other_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ("--n_layer=2", "--n_embd=256", "--n_head=4", "--block_size=16", "--batch_size=1")
+    monkeypatch.setattr(bench.scaling, "RUN", (*bench.scaling.RUN, *small))
+    settings = parse(TrainSettings, list(bench.scaling.RUN))
+    place = bench.scaling.Place("", 2)
+    told, worked_out = bench.scaling.told_per_update(place), bench.scaling.worked_out(place, settings)
+    assert worked_out > 1e7 and told == pytest.approx(worked_out, rel=0.03)
 
 
 def test_without_a_gpu_the_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from engine import distributed
 from engine.checkpoint import load_checkpoint
 from engine.step_log import read_step_log
 from tests.conftest import TINY, Outcome, run_train
-from tests.several import SHARED, as_process, assert_same_weights, changed, torchrun, weights
+from tests.several import SHARED, as_process, assert_same_weights, changed, started, torchrun, weights
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo is tried on Linux")
 
@@ -141,9 +142,9 @@ def test_a_killed_worker_comes_back_and_the_run_ends_as_if_undisturbed(
     options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=6", "--eval_interval=2")
     outcome = torchrun(
         2,
-        "--max-restarts=1",
         *options,
         *SHARED,
+        restarts=1,
         script=changed(tmp_path, KILLED),
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
@@ -155,7 +156,7 @@ def test_a_killed_worker_comes_back_and_the_run_ends_as_if_undisturbed(
 
 def test_restarts_ask_for_the_variable_that_they_need(char_data: Path, tmp_path: Path) -> None:
     options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *SHARED)
-    outcome = torchrun(2, "--max-restarts=1", *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    outcome = torchrun(2, *options, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
     assert outcome.status != 0 and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in outcome.stderr
 
 
@@ -183,6 +184,39 @@ def test_K07_a_signal_to_one_process_stops_all_and_saves(char_data: Path, tmp_pa
     outcome = torchrun(2, *options, *SHARED, script=changed(tmp_path, body))
     assert outcome.status != 0 and outcome.stdout.count("interrupted after step 4 and saved") == 1, outcome.stderr
     assert load_checkpoint(tmp_path / "run/last.pt")["step"] == 4
+
+
+def test_two_machines_that_find_each_other_are_one_run(runs: Runs, char_data: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = (
+        f"--data_dir={char_data}",
+        f"--out_dir={tmp_path / 'run'}",
+        "--max_iters=6",
+        "--eval_interval=2",
+        *SHARED,
+    )
+    place = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=one")
+    machines = [started(1, *options, place=place) for _ in range(2)]
+    outcomes = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outcomes
+    assert sorted(out.count("2 processes (ddp)") for out, _ in outcomes) == [0, 1]
+    assert_same_weights(tmp_path / "run", runs.folder / "1")
+
+
+def test_K07_when_torchrun_is_told_to_stop_all_processes_save_and_leave(char_data: Path, tmp_path: Path) -> None:
+    """As a cluster does when a job's time is over."""
+    run = tmp_path / "run"
+    options = (f"--data_dir={char_data}", f"--out_dir={run}", "--max_iters=1000000", "--eval_interval=1000000", *SHARED)
+    job = started(2, *options)
+    metrics, since = run / "metrics.jsonl", time.monotonic()
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < since + 60:
+        time.sleep(0.1)
+    job.terminate()
+    out, err = job.communicate(timeout=60)
+    assert job.returncode != 0 and out.count("interrupted after step") == 1, err
+    assert load_checkpoint(run / "last.pt")["step"] >= 1
 
 
 # --- without processes ----------------------------------------------------------------------------------------------

@@ -57,6 +57,17 @@ def test_every_example_of_the_library_page_gives_what_it_says() -> None:
     assert failures(text) == 0
 
 
+def test_every_figure_that_is_worked_out_on_the_scaling_page_is_what_the_formulas_give() -> None:
+    text = text_of("docs/scaling.md")
+    assert len(examples_of(text).examples) > 10
+    assert failures(text) == 0
+
+
+def test_the_measured_table_of_the_scaling_page_is_the_one_that_was_measured() -> None:
+    measured = text_of("bench/results/scaling.md").split("\n\n")[-1].strip()
+    assert measured.startswith("| where") and measured in text_of("docs/scaling.md")
+
+
 def test_every_name_in_the_table_of_the_library_page_exists() -> None:
     rows = re.findall(r"`([a-z_0-9]+\.[a-z_0-9]+)`: ((?:`\w+`(?:, )?)+)", text_of("docs/library.md"))
     assert len(rows) >= 6
