@@ -263,8 +263,7 @@ class StaticStep:
     def run(self) -> Tensor:
         """The logits (B, V) after `ids` at `position`."""
         nothing_there = (self.slots > self.position) | self.padding  # (B, S)
-        hidden = self.model.hidden_states(self.ids, key_padding_mask=nothing_there, cache=self.static_cache)
-        return self.model.logits(hidden[:, -1])
+        return self.model.next_logits(self.ids, key_padding_mask=nothing_there, cache=self.static_cache)
 
     def __call__(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         """(B,) token ids and the padding (B, S) of all positions -> logits (B, V)."""

@@ -186,6 +186,13 @@ def test_K07_a_signal_to_one_process_stops_all_and_saves(char_data: Path, tmp_pa
     assert load_checkpoint(tmp_path / "run/last.pt")["step"] == 4
 
 
+def test_T01_a_run_that_diverges_says_so_once(char_data: Path, tmp_path: Path) -> None:
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=50", "--eval_interval=50")
+    outcome = torchrun(2, *options, *SHARED, "--learning_rate=1e38", "--optimizer=adamw")
+    assert outcome.status != 0 and outcome.stderr.count("the training has diverged") == 1, outcome.stderr
+    assert not (tmp_path / "run/last.pt").exists()
+
+
 def test_two_machines_that_find_each_other_are_one_run(runs: Runs, char_data: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -129,6 +129,22 @@ def test_K05_a_shared_run_goes_on_with_another_number_of_processes(
     assert bool(list((tmp_path / "run").glob("*.shards-*"))) == (ends > 1)
 
 
+def test_T01_weights_of_one_share_that_is_broken_are_saved_by_none(char_data: Path, tmp_path: Path) -> None:
+    """Broken between the last update and the checkpoint, so that no loss has told the others."""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import os, sys\nimport train\nfrom config.errors import run_command\nreal = train.validate\n"
+        "def validate(run, tracker, dtype):\n    result = real(run, tracker, dtype)\n"
+        "    if os.environ['RANK'] == '1' and run.progress.step == 4:\n"
+        "        run.model.blocks[0].feed_forward.expand.weight.to_local().data.fill_(float('nan'))\n"
+        "    return result\ntrain.validate = validate\nrun_command(train.main)\n"
+    )
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", *UNEVEN, "--sample_tokens=0", FSDP)
+    outcome = torchrun(2, *options, script=script)
+    assert outcome.status != 0 and outcome.stderr.count("step 4: a weight is not finite") == 1, outcome.stderr
+    assert load_checkpoint(tmp_path / "run/last.pt")["step"] == 2
+
+
 def test_in_bfloat16_a_shared_model_learns_as_whole_ones_do(char_data: Path, tmp_path: Path) -> None:
     """The norms and everything outside the blocks stay in float32, as autocast has it; compiled, too."""
     options = [f"--data_dir={char_data}", *UNEVEN, "--n_embd=24", "--position=rotary", "--norm_placement=pre"]
