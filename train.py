@@ -183,7 +183,7 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
         dtype: of the matrix products.
         facts: for the run's page.
     """
-    settings, progress, model = run.settings, run.progress, run.model
+    settings, progress = run.settings, run.progress
     forward = prepared(run, batches, dtype)
     run.write_settings()
     first = distributed.is_first()
@@ -202,7 +202,7 @@ def train(run: Run, batches: TrainingBatches, dtype: torch.dtype, facts: dict[st
                 record_update(run, tracker, batches, loss.item(), gradient_norm.item())
             if is_due(progress.step, settings.eval_interval, settings.max_iters):
                 take_stock(run, tracker, dtype, facts)
-            stopped = distributed.any_of_all(signals.received is not None, model.device)
+            stopped = distributed.any_of_all(signals.received is not None)
             if stopped or run.patience_is_over:
                 break
         leave(run, tracker, (signals.received or signal.SIGTERM) if stopped else None)

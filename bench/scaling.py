@@ -65,8 +65,8 @@ def fsdp_bytes(in_blocks: int, elsewhere: int, processes: int, micro_batches: in
     bytes each; those elsewhere once, in 4 bytes; and all gradients are summed and shared out, in 4 bytes.
 
     Args:
-        in_blocks: parameters in the matrices and biases of the blocks.
-        elsewhere: all others; the norms of the blocks, put together twice as well, are too few to count.
+        in_blocks: parameters of the blocks; their norms, which travel in 4 bytes, are too few to tell apart.
+        elsewhere: those of embeddings and head.
         processes: N.
         micro_batches: that each process computes for an update.
         gloo: it sums whole gradients and takes a part of the sum, which is twice as much.
@@ -79,7 +79,7 @@ def fsdp_bytes(in_blocks: int, elsewhere: int, processes: int, micro_batches: in
 
 
 def parameters_of(config: GPTConfig) -> tuple[int, int]:
-    """Parameters in the blocks and elsewhere."""
+    """Parameters in blocks and norms, and those of embeddings and head."""
     elsewhere = config.padded_vocab_size * config.n_embd * (1 if config.tied_head else 2)
     elsewhere += config.block_size * config.n_embd if config.position == "learned" else 0
     return config.parameter_count - elsewhere, elsewhere

@@ -19,8 +19,15 @@ from config.errors import UserError, reason_of
 from data.dataset import Metadata
 from data.files import written_whole
 from data.tokenizers import Tokenizer, tokenizer_from_json
-from engine.distributed import is_first, wait_for_all
-from engine.shards import are_shared, folder_of, remove_unused_shards, with_numbers, write_shards
+from engine.distributed import any_of_all, is_first, means_lost
+from engine.shards import (
+    are_shared,
+    folder_of,
+    refuse_unfounded,
+    remove_unused_shards,
+    with_numbers,
+    write_shards,
+)
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 2
@@ -42,30 +49,32 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     Raises:
         UserError: the disk is full or the folder cannot be written; the earlier checkpoint is intact.
     """
-    shared = are_shared(content)
+    shared, problem = are_shared(content), ""
     try:
         if shared:
-            content = write_shards(path, content, in_use=_shards_in_use(path) if path.exists() else None)
+            in_use = None
+            with contextlib.suppress(UserError):  # there is none, or a damaged one that is replaced
+                in_use = folder_of(path, load_checkpoint(path, numbers=False))
+            content = write_shards(path, content, in_use)
         if not shared or is_first():
             with written_whole(path) as file:
                 torch.save({"format_version": FORMAT_VERSION, **content}, file)
             remove_unused_shards(path, folder_of(path, content))
     except (OSError, RuntimeError) as error:  # a failing write reaches us as either
-        raise UserError(
-            f"{path}: cannot be written ({reason_of(error)}); an earlier checkpoint there is intact"
-        ) from None
-    if shared:
-        wait_for_all()  # one that saves again must find the file as it is now
+        if means_lost(error):
+            raise
+        problem = reason_of(error)
+    if any_of_all(bool(problem)) if shared else problem:  # the others may have had none
+        raise UserError(f"{path}: cannot be written ({problem}); an earlier checkpoint there is intact")
 
 
 def clear_unused_shards(path: Path) -> None:
-    """Remove shards that a process left which was killed while it saved; only for who uses the folder alone."""
-    with contextlib.suppress(UserError):  # a damaged checkpoint keeps all there is
-        remove_unused_shards(path, _shards_in_use(path) if path.exists() else None)
+    """Remove shards that a process left which was killed while it saved; only for who uses the folder alone.
 
-
-def _shards_in_use(path: Path) -> Path | None:
-    return folder_of(path, load_checkpoint(path, numbers=False))
+    Where the checkpoint is damaged, or has been moved away from them, all stay.
+    """
+    with contextlib.suppress(UserError):
+        remove_unused_shards(path, folder_of(path, load_checkpoint(path, numbers=False)))
 
 
 def model_content(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -131,8 +140,9 @@ def load_checkpoint(path: Path, *, lazily: bool = True, numbers: bool = True) ->
     if content["step"] < 0 or not isinstance(content["data"].get("folder"), str):
         raise UserError(f"{path}: its step or data folder does not serve; expected a checkpoint of train.py")
     try:
+        refuse_unfounded(path, content)
         return with_numbers(path, content, weights_alone=lazily) if numbers else content
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: its numbers cannot be read, {reason_of(error)}; a folder with its shards belongs beside it"
         ) from None
@@ -166,7 +176,7 @@ def model_from_checkpoint(content: dict[str, Any], path: Path, **changes: Any) -
         refuse_implausible(state, config)
         with NoInitialWeights():
             model = GPT(config)
-        if not any(tensor.is_meta for tensor in state.values()):  # numbers that come later
+        if "shards" not in content or not all(tensor.is_meta for tensor in state.values()):  # whose numbers come later
             model.load_state_dict(state)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -42,10 +42,10 @@ def was_restarted() -> bool:
 
 def own_device(device: torch.device) -> torch.device:
     """This process's GPU, where several share a machine and none was named by number."""
-    if world_size() == 1 or device.type != "cuda" or device.index is not None:
+    if world_size() == 1 or device.type != "cuda":
         return device
-    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(own)
+    own = device if device.index is not None else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(own)  # where PyTorch's engine looks for it
     return own
 
 
@@ -76,7 +76,7 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         yield
         wait_for_all()  # one that leaves earlier looks lost to the others
     except (dist.DistError, RuntimeError) as error:
-        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in LOST):
+        if not means_lost(error):
             raise
         raise UserError(
             f"process {rank()} of {world_size()}: lost another one ({reason_of(error)}); the last checkpoint is whole, "
@@ -86,6 +86,12 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         if dist.is_initialized():
             gc.collect()  # what lies in reference cycles and uses the group aborts the process when it goes after it
             dist.destroy_process_group()
+
+
+def means_lost(error: BaseException) -> bool:
+    """Whether an error means that another process was lost."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (dist.is_initialized() and any(word in said for word in LOST))
 
 
 def own_micro_batches(micro_batches: int) -> range:
@@ -110,8 +116,12 @@ def replicated(model: nn.Module, device: torch.device) -> nn.Module:
     """The model such that its gradients are those of all processes, averaged; the model itself where there is one."""
     if world_size() == 1:
         return model
+    # Gradients lie in what is sent, instead of being there a second time.
     return DistributedDataParallel(
-        model, device_ids=[device.index] if device.type == "cuda" else None, forward_sync_buffers=False
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        forward_sync_buffers=False,
+        gradient_as_bucket_view=True,
     )
 
 
@@ -129,11 +139,20 @@ def summed(values: Tensor) -> Tensor:
     return values
 
 
-def any_of_all(flag: bool, device: torch.device) -> bool:
-    """Whether it is so in any process; every process gets the same answer."""
+def any_of_all(flag: bool) -> bool:
+    """Whether it is so in any process; every process must ask, and gets the same answer."""
     if not dist.is_initialized():
         return flag
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return bool(summed(torch.tensor(float(flag), device=device)) > 0)
+
+
+def told_by_first(value: str) -> str:
+    """What the first process says; every process must ask."""
+    told = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 @contextlib.contextmanager

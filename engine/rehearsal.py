@@ -15,6 +15,7 @@ from config.schema import TrainSettings
 from data.dataset import PreparedData
 from engine.distributed import world_size
 from engine.run import Run
+from engine.shards import tensors_of
 from engine.step_memory import StepMemory, predicted_memory
 
 MEASURED_UPDATES = 3
@@ -47,7 +48,8 @@ def rehearse(run: Run, tokens: int, expected: StepMemory, one_update: Callable[[
         one_update: does the update of that number.
     """
     settings = run.settings
-    measured = measured_updates(one_update, expected.parameters + expected.optimizer, run.model.device)
+    lasting = lambda: bytes_of(run.model.state_dict()) + bytes_of(run.optimizer.state_dict())  # noqa: E731
+    measured = measured_updates(one_update, lasting, run.model.device)
     told = f"; measured {megabytes(measured.peak)}" if measured.peak is not None else ""
     resident = f", in a process of {megabytes(measured.resident)}" if measured.resident is not None else ""
     a_pass = measured.seconds * run.data.metadata.train_tokens / tokens
@@ -92,12 +94,17 @@ class Measured:
     resident: int | None
 
 
-def measured_updates(one_update: Callable[[int], object], lasting: int, device: torch.device) -> Measured:
+def bytes_of(content: object) -> int:
+    """Of all tensors in it."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(content).values())
+
+
+def measured_updates(one_update: Callable[[int], object], lasting: Callable[[], int], device: torch.device) -> Measured:
     """Do a few updates and see what they take.
 
     Args:
         one_update: does the update of that number.
-        lasting: bytes of parameters and optimizer state.
+        lasting: gives the bytes of parameters and optimizer state, which are there before and after an update.
         device: where.
     """
 
@@ -117,7 +124,7 @@ def measured_updates(one_update: Callable[[int], object], lasting: int, device: 
     if device.type != "cpu":
         return Measured(seconds, None, None)
     resident = _status("/proc/self/status", "VmHWM:")
-    return Measured(seconds, lasting + _peak_on_cpu(lambda: one_update(1 + MEASURED_UPDATES)), resident)
+    return Measured(seconds, lasting() + _peak_on_cpu(lambda: one_update(1 + MEASURED_UPDATES)), resident)
 
 
 def _peak_on_cpu(run: Callable[[], object]) -> int:

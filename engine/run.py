@@ -361,7 +361,7 @@ class Run:
         """
         own = (own_share(parameter) for parameter in self.model.parameters())
         broken = not all(bool(torch.isfinite(numbers).all()) for numbers in own)
-        if any_of_all(broken, self.model.device):
+        if any_of_all(broken):
             raise self.divergence("a weight is not finite")
         progress = self.progress
         is_best = evaluation is not None and evaluation.loss < progress.best_loss
@@ -425,8 +425,10 @@ class Run:
             self.wandb_id = None if checkpoint["wandb_id"] is None else str(checkpoint["wandb_id"])
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.out_dir / 'last.pt'}: its training state does not serve: {error!r}"[:300]) from None
+        if self.settings.dry_run:
+            return
         missing = is_first() and checkpoint.get("is_best") is True and not self._best_is_saved()
-        if any_of_all(missing, self.model.device) and (is_first() or self.is_shared):
+        if any_of_all(missing) and (is_first() or self.is_shared):
             save_checkpoint(self.out_dir / "best.pt", self._content())
 
     def _best_is_saved(self) -> bool:

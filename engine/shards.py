@@ -11,14 +11,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from data.files import flush_folder
-from engine.distributed import is_first, wait_for_all
+from engine.distributed import is_first, means_lost, told_by_first, wait_for_all
 from engine.sharding import is_shared
 
 FOLDER = "{stem}.shards-{letter}"
@@ -78,7 +78,7 @@ def write_shards(path: Path, content: dict[str, Any], in_use: Path | None) -> di
     Args:
         path: of the checkpoint that is to hold the content.
         content: with shared tensors.
-        in_use: the folder that the present checkpoint needs, which stays.
+        in_use: the folder that the present checkpoint needs, which stays; the first process knows.
 
     Returns:
         The content without numbers, to be written to `path`.
@@ -91,7 +91,9 @@ def write_shards(path: Path, content: dict[str, Any], in_use: Path | None) -> di
     from torch.distributed.checkpoint.state_dict_saver import save
 
     folders = [path.with_name(FOLDER.format(stem=path.stem, letter=letter)) for letter in LETTERS]
-    folder = folders[1] if in_use == folders[0] else folders[0]
+    free = [folder for folder in folders if folder != in_use]
+    unused = [folder for folder in free if not folder.exists()]  # of a damaged checkpoint it is not known
+    folder = path.with_name(told_by_first((unused or free)[0].name))
     if is_first():
         shutil.rmtree(folder, ignore_errors=True)
     wait_for_all()
@@ -128,7 +130,23 @@ def read_shards(folder: Path, tensors: dict[str, Tensor], *, alone: bool) -> Non
     except CheckpointException as error:
         raise ValueError(f"{folder.name}: {next(iter(error.failures.values()))[0]}") from None
     except Exception as error:  # readers have many ways to fail, all of them meaning this
+        if means_lost(error):
+            raise
         raise ValueError(f"{folder.name}: {error}") from None
+
+
+def refuse_unfounded(path: Path, content: dict[str, Any]) -> None:
+    """Check that tensors without numbers have some in shards, and no more of them than there are.
+
+    Raises:
+        ValueError: there are none, or less than what the file speaks of.
+    """
+    missing = [tensor for tensor in tensors_of(content).values() if tensor.is_meta]
+    folder, size = folder_of(path, content), sum(tensor.numel() * tensor.itemsize for tensor in missing)
+    if folder is None and missing:
+        raise ValueError("it names no shards for them")
+    if folder is not None and size > sum(file.stat().st_size for file in folder.glob("*.distcp")):
+        raise ValueError(f"{folder.name} is missing, or holds less than the {size:,} bytes of its tensors")
 
 
 def with_numbers(path: Path, content: dict[str, Any], *, weights_alone: bool) -> dict[str, Any]:
@@ -140,17 +158,21 @@ def with_numbers(path: Path, content: dict[str, Any], *, weights_alone: bool) ->
         weights_alone: leave the optimizer's state without numbers, which takes two thirds of the memory.
 
     Raises:
-        ValueError: the shards are missing, damaged, or less than what the file speaks of.
+        ValueError: the shards are damaged.
     """
     folder = folder_of(path, content)
     if folder is None:
         return content
     wanted = {"model": content["model"]} if weights_alone else content
-    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(wanted).values())
-    if size > sum(file.stat().st_size for file in folder.glob("*.distcp")):
-        raise ValueError(f"{folder.name} is missing, or holds less than the {size:,} bytes of its tensors")
-    numbers = mapped(wanted, lambda _, tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
-    read_shards(folder, tensors_of(numbers), alone=True)
+    made: dict[str, Tensor] = {}
+
+    def place(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            made[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return made.get(name, tensor)
+
+    numbers = mapped(wanted, place)
+    read_shards(folder, made, alone=True)
     return {name: value for name, value in {**content, **numbers}.items() if weights_alone or name != "shards"}
 
 
@@ -167,10 +189,18 @@ class _HarmlessUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What a description is made of, and nothing else."""
         if module.startswith("pathlib"):
-            return PurePosixPath  # where it was written, whatever the system
+            return lambda *parts: "/".join(parts)  # where it was written
         if name not in HARMLESS.get(module, ()):
             raise pickle.UnpicklingError(f"its description asks for {module}.{name}")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Fill in an object; a class would be changed for the whole program."""
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("its description changes a class")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def _reader(folder: Path) -> Any:
@@ -182,6 +212,11 @@ def _reader(folder: Path) -> Any:
     for part in metadata.storage_data.values():
         if not re.fullmatch(r"[\w-]+\.distcp", part.relative_path):
             raise ValueError(f"its description names {part.relative_path!r}")
+    described = {(index.fqn, index.offset) for index in metadata.storage_data}
+    for name, tensor in metadata.state_dict_metadata.items():
+        places = {(name, chunk.offsets) for chunk in tensor.chunks}
+        if not places <= described or sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise ValueError(f"its description of {name.strip('.')} is not of a whole tensor")
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:

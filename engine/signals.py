@@ -1,9 +1,15 @@
-"""Ctrl-C and SIGTERM during training: finish the step, save, and leave; a second one leaves at once."""
+"""Ctrl-C and SIGTERM during training: finish the step, save, and leave; a second one leaves at once.
+
+Not under torchrun: there a cluster and torchrun may both pass on the same request, and torchrun itself ends a process
+that takes too long.
+"""
 
 import os
 import signal
 import threading
 from types import FrameType
+
+import torch.distributed as dist
 
 
 class StopSignals:
@@ -27,6 +33,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and not dist.is_torchelastic_launched():
             os._exit(128 + number)
         self.received = number

@@ -26,7 +26,8 @@ class StepMemory:
 
     Attributes:
         parameters, gradients, optimizer: as they say; `optimizer` is its state.
-        activations: what the forward pass of one micro-batch keeps for the backward pass.
+        activations: what the forward pass of one micro-batch keeps for the backward pass; among it autocast's copies
+            of the weights, and the gradient of the head where the loss is taken in chunks.
         peak: the most there is at any moment of an update.
     """
 

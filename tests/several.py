@@ -38,8 +38,16 @@ def torchrun(
 ) -> Outcome:
     """Run it to its end, beginning again so often when a process is lost."""
     place = ("--standalone", f"--max-restarts={restarts}")
-    with started(processes, *argv, place=place, script=script, **environment) as job:
+    return ended(started(processes, *argv, place=place, script=script, **environment))
+
+
+def ended(job: "subprocess.Popen[str]") -> Outcome:
+    """How it ended; one that hangs is stopped, and its processes with it."""
+    try:
         out, err = job.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        job.terminate()
+        out, err = job.communicate(timeout=60)
     return Outcome(job.returncode, out, err)
 
 

@@ -19,7 +19,7 @@ from engine import distributed
 from engine.checkpoint import load_checkpoint
 from engine.step_log import read_step_log
 from tests.conftest import TINY, Outcome, run_train
-from tests.several import SHARED, as_process, assert_same_weights, changed, started, torchrun, weights
+from tests.several import SHARED, as_process, assert_same_weights, changed, ended, started, torchrun, weights
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo is tried on Linux")
 
@@ -206,9 +206,9 @@ def test_two_machines_that_find_each_other_are_one_run(runs: Runs, char_data: Pa
     )
     place = ("--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=one")
     machines = [started(1, *options, place=place) for _ in range(2)]
-    outcomes = [machine.communicate(timeout=120) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], outcomes
-    assert sorted(out.count("2 processes (ddp)") for out, _ in outcomes) == [0, 1]
+    outcomes = [ended(machine) for machine in machines]
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    assert sorted(outcome.stdout.count("2 processes (ddp)") for outcome in outcomes) == [0, 1]
     assert_same_weights(tmp_path / "run", runs.folder / "1")
 
 
@@ -221,8 +221,8 @@ def test_K07_when_torchrun_is_told_to_stop_all_processes_save_and_leave(char_dat
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < since + 60:
         time.sleep(0.1)
     job.terminate()
-    out, err = job.communicate(timeout=60)
-    assert job.returncode != 0 and out.count("interrupted after step") == 1, err
+    outcome = ended(job)
+    assert outcome.status != 0 and outcome.stdout.count("interrupted after step") == 1, outcome.stderr
     assert load_checkpoint(run / "last.pt")["step"] >= 1
 
 
@@ -271,6 +271,20 @@ def test_T12_the_group_is_left_however_the_run_ends(fails: bool, monkeypatch: py
     assert told == ["gloo", "left"]
 
 
+def test_gradients_take_no_memory_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_process(monkeypatch, 0, 2)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        forward = distributed.replicated(model, torch.device("cpu"))
+        for _ in range(2):  # buckets are arranged anew after the first
+            forward(torch.ones(1, 4)).sum().backward()
+        places = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
+        assert len(places) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_all_find_wrong_is_said_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, expected in ((0, UserError), (1, SystemExit)):
         as_process(monkeypatch, rank, 2)
@@ -283,7 +297,7 @@ def test_each_process_of_a_machine_has_a_gpu_of_its_own_unless_one_is_named(monk
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     as_process(monkeypatch, 1, 2)
     assert distributed.own_device(torch.device("cuda")) == torch.device("cuda", 1) == chosen[0]
-    assert distributed.own_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    assert distributed.own_device(torch.device("cuda", 0)) == torch.device("cuda", 0) == chosen[1]
     assert distributed.own_device(torch.device("cpu")) == torch.device("cpu")
 
 

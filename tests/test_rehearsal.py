@@ -9,7 +9,7 @@ import torch
 
 from config.schema import TrainSettings
 from engine import rehearsal
-from engine.checkpoint import load_checkpoint
+from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.rehearsal import duration, megabytes
 from engine.step_log import read_step_log
 from engine.step_memory import predicted_memory
@@ -112,6 +112,9 @@ def test_more_than_is_free_is_refused_with_both_figures(
 def test_a_rehearsal_leaves_no_trace_and_disturbs_no_run(here: Path, char_data: Path, char_run: Path) -> None:
     run = here / "run"
     shutil.copytree(char_run, run)
+    content = load_checkpoint(run / "last.pt", lazily=False)
+    save_checkpoint(run / "last.pt", {**content, "is_best": True})
+    (run / "best.pt").unlink()  # as between the two, while the run is training
     before = {path: path.read_bytes() for path in run.iterdir()}
     new, resumed = rehearsed(char_data, f"--out_dir={run}"), run_train(f"--out_dir={run}", "--resume", "--dry_run")
     for outcome in (new, resumed):

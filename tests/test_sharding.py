@@ -12,7 +12,7 @@ import torch
 from engine import sharding
 from engine.checkpoint import load_checkpoint
 from engine.step_log import read_step_log
-from tests.conftest import Outcome, assert_clean_error, call, run_sample, run_train
+from tests.conftest import TEXT, Outcome, assert_clean_error, call, run_prepare, run_sample, run_train
 from tests.several import SHARED, assert_same_weights, changed, torchrun
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo is tried on Linux")
@@ -148,7 +148,7 @@ def test_T01_weights_of_one_share_that_is_broken_are_saved_by_none(char_data: Pa
 def test_in_bfloat16_a_shared_model_learns_as_whole_ones_do(char_data: Path, tmp_path: Path) -> None:
     """The norms and everything outside the blocks stay in float32, as autocast has it; compiled, too."""
     options = [f"--data_dir={char_data}", *UNEVEN, "--n_embd=24", "--position=rotary", "--norm_placement=pre"]
-    losses, again = {}, [FSDP, "--activation_checkpointing"]
+    losses, norms, again = {}, {}, [FSDP, "--activation_checkpointing"]
     for name, extra in {
         "ddp": [],
         "fsdp": [FSDP],
@@ -157,10 +157,22 @@ def test_in_bfloat16_a_shared_model_learns_as_whole_ones_do(char_data: Path, tmp
     }.items():
         outcome = torchrun(2, *options, f"--out_dir={tmp_path / name}", "--dtype=bfloat16", *extra)
         assert outcome.status == 0 and "going on without" not in outcome.stderr, outcome.stderr
-        losses[name] = [line["loss"] for line in read_step_log(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        lines = [line for line in read_step_log(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        losses[name], norms[name] = [line["loss"] for line in lines], lines[0]["gradient_norm"]
+    assert norms["fsdp"] == pytest.approx(norms["ddp"], rel=1e-6), "gradients are summed in float32"
     assert losses["fsdp"] == pytest.approx(losses["ddp"], abs=2e-4)
     assert losses["again"] == losses["fsdp"], "what is computed again is the same"
     assert losses["compiled"] == pytest.approx(losses["ddp"][:2], abs=5e-3)
+
+
+def test_a_shared_run_without_validation_is_sampled_from_while_it_trains(here: Path) -> None:
+    """No validation has put the model together before."""
+    (here / "text.txt").write_text(TEXT, encoding="utf-8")
+    run_prepare("text.txt", "--tokenizer=char", "--val_fraction=0", f"--out_dir={here / 'data'}")
+    options = (f"--data_dir={here / 'data'}", *UNEVEN, "--max_iters=2", FSDP)
+    outcome = torchrun(2, *options, f"--out_dir={here / 'run'}")
+    assert outcome.status == 0, outcome.stderr
+    assert [sample["step"] for sample in read_step_log(here / "run/samples.jsonl")] == [2]
 
 
 def test_a_shared_run_is_sampled_from_and_made_one_file(runs: Runs, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from config.errors import UserError
 from engine import checkpoint as checkpoints
@@ -37,6 +38,20 @@ def test_every_tensor_comes_back_in_its_place_and_everything_else_as_it_was(shar
         assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
     nothing = lambda _, tensor: None  # noqa: E731
     assert mapped(one, nothing) == mapped(other, nothing)
+
+
+def test_types_are_kept(shared_run: Path) -> None:
+    path = shared_run / "last.pt"
+    content = load_checkpoint(path, lazily=False)
+    made = {
+        "narrow": torch.randn(3, 5).bfloat16(),
+        "wide": torch.randn(2, dtype=torch.float64),
+        "whole": torch.arange(4),
+    }
+    torch.save(write_shards(path, {**content, "made": made}, in_use=None), path)
+    back = load_checkpoint(path, lazily=False)["made"]
+    for name, tensor in made.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
 
 
 def test_sampling_reads_the_weights_alone(shared_run: Path, char_run: Path) -> None:
@@ -72,6 +87,23 @@ class Evil:
 
 def describe_evil(shards: Path) -> None:
     (shards / ".metadata").write_bytes(pickle.dumps(Evil(shards.parent / "evil")))
+
+
+def change_a_class(shards: Path) -> None:
+    """PurePath.with_name = PurePath, for the whole program."""
+    state = b"(dX\x09\x00\x00\x00with_namecpathlib\nPurePosixPath\nsb"
+    (shards / ".metadata").write_bytes(b"cpathlib\nPurePosixPath\n" + state + b".")
+
+
+def change_a_description(shards: Path) -> None:
+    state = b"(dX\x01\x00\x00\x00xK\x01sb"
+    (shards / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b".")
+
+
+def leave_out_a_part(shards: Path) -> None:
+    metadata = pickle.loads((shards / ".metadata").read_bytes())
+    next(iter(metadata.state_dict_metadata.values())).chunks.clear()
+    (shards / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def point_elsewhere(shards: Path) -> None:
@@ -113,6 +145,9 @@ def name_another_folder(shards: Path) -> None:
         (shutil.rmtree, "last.shards-a is missing"),
         (lambda shards: (shards / ".metadata").unlink(), "last.shards-a"),
         (describe_evil, "asks for posix.mkdir"),
+        (change_a_class, "last.shards-a"),
+        (change_a_description, "changes a class"),
+        (leave_out_a_part, "is not of a whole tensor"),
         (point_elsewhere, "names '../x0.distcp'"),
         (cut_off, "last.shards-a"),
         (claim_more, "holds less than the 40,000,"),
@@ -124,6 +159,47 @@ def test_K08_damaged_shards_are_refused_and_run_no_code(damage: Any, words: str,
     damage(shared_run / "last.shards-a")
     assert_clean_error(run_sample(f"--out_dir={shared_run}"), "last.pt: its numbers cannot be read", words)
     assert not (shared_run / "evil").exists()
+    assert Path("there/last.pt").with_name("here") == Path("there/here")
+    assert not hasattr(Metadata, "x")
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_K08_tensors_without_numbers_that_lie_nowhere_are_refused(part: str, char_run: Path, here: Path) -> None:
+    content = load_checkpoint(char_run / "last.pt", lazily=False)
+    content[part] = mapped(content[part], lambda _, tensor: torch.empty_like(tensor, device="meta"))
+    (here / "run").mkdir()
+    torch.save(content, here / "run/last.pt")
+    for outcome in (run_sample("--out_dir=run"), run_train("--out_dir=run", "--resume")):
+        assert_clean_error(outcome, "last.pt: its numbers cannot be read, it names no shards for them")
+
+
+def test_the_checkpoint_of_another_name_is_a_clean_error(shared_run: Path) -> None:
+    (shared_run / "last.pt").rename(shared_run / "best.pt")
+    outcome = run_train(f"--out_dir={shared_run}", "--resume")
+    assert_clean_error(outcome, "no such checkpoint")
+    assert_clean_error(run_sample(f"--out_dir={shared_run}"), "best.pt", "said to be in 'last.shards-a'")
+    assert (shared_run / "last.shards-a").is_dir(), "it may be named as it was"
+
+
+def test_a_damaged_checkpoint_does_not_keep_the_next_one_from_being_saved(
+    shared_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = load_checkpoint(shared_run / "last.pt", lazily=False)
+    (shared_run / "last.pt").write_bytes(b"damaged")
+    monkeypatch.setattr(checkpoints, "are_shared", lambda content: True)
+    save_checkpoint(shared_run / "last.pt", content)
+    assert load_checkpoint(shared_run / "last.pt")["shards"] == "last.shards-b"
+
+
+def test_a_lost_process_is_not_taken_for_a_full_disk(shared_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any) -> None:
+        raise torch.distributed.DistNetworkError("Connection closed by peer")
+
+    content = load_checkpoint(shared_run / "last.pt", lazily=False)
+    monkeypatch.setattr(checkpoints, "are_shared", lambda content: True)
+    monkeypatch.setattr(checkpoints, "write_shards", lost)
+    with pytest.raises(torch.distributed.DistNetworkError):
+        save_checkpoint(shared_run / "last.pt", content)
 
 
 def test_T20_a_disk_that_is_full_leaves_the_earlier_shards_and_no_others(

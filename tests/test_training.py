@@ -20,9 +20,11 @@ from config.schema import TrainSettings
 from data.dataset import PreparedData
 from engine.checkpoint import load_checkpoint, model_from_checkpoint
 from engine.device import peak_flops
+from engine.signals import StopSignals
 from engine.step_log import StepLog
 from model import GPTConfig
 from tests.conftest import REPOSITORY, TEXT, TINY, Outcome, assert_clean_error, run_prepare, run_train, script
+from tests.several import as_process
 
 
 def metrics(folder: Path | str) -> list[dict[str, Any]]:
@@ -644,6 +646,17 @@ def test_K07_a_second_signal_exits_at_once() -> None:
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert result.returncode == 130 and result.stdout == "", result.stderr
+
+
+def test_K07_under_torchrun_a_request_to_stop_may_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a cluster and from torchrun, of which neither knows of the other."""
+    as_process(monkeypatch, 0, 2)
+    left: list[int] = []
+    monkeypatch.setattr("os._exit", left.append)
+    with StopSignals() as signals:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.received == signal.SIGTERM and not left
 
 
 def test_every_setting_of_training_is_used_somewhere() -> None:
