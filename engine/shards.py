@@ -11,6 +11,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -195,9 +196,10 @@ class _HarmlessUnpickler(pickle._Unpickler):
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Fill in an object; a class would be changed for the whole program."""
-        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
-            raise pickle.UnpicklingError("its description changes a class")
+        """Fill in a part of the description; a class or function would be changed for the whole program."""
+        part = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(part, type) or not is_dataclass(part):
+            raise pickle.UnpicklingError("its description changes what is not its own")
         super().load_build()  # type: ignore[misc]
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}

@@ -100,6 +100,11 @@ def change_a_description(shards: Path) -> None:
     (shards / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b".")
 
 
+def change_a_function(shards: Path) -> None:
+    state = b"(dX\x01\x00\x00\x00xK\x01sb"
+    (shards / ".metadata").write_bytes(b"ctorch.serialization\n_get_layout\n" + state + b".")
+
+
 def leave_out_a_part(shards: Path) -> None:
     metadata = pickle.loads((shards / ".metadata").read_bytes())
     next(iter(metadata.state_dict_metadata.values())).chunks.clear()
@@ -146,7 +151,8 @@ def name_another_folder(shards: Path) -> None:
         (lambda shards: (shards / ".metadata").unlink(), "last.shards-a"),
         (describe_evil, "asks for posix.mkdir"),
         (change_a_class, "last.shards-a"),
-        (change_a_description, "changes a class"),
+        (change_a_description, "changes what is not its own"),
+        (change_a_function, "changes what is not its own"),
         (leave_out_a_part, "is not of a whole tensor"),
         (point_elsewhere, "names '../x0.distcp'"),
         (cut_off, "last.shards-a"),
