@@ -116,19 +116,13 @@ def test_a_run_goes_on_with_another_number_of_processes(runs: Runs, char_data: P
         assert_same_weights(tmp_path / name, runs.folder / "1")
 
 
-@pytest.mark.parametrize(("steps", "nearest"), [(3, 4), (1, 2)])
 def test_T10_micro_batches_that_cannot_be_shared_are_refused_once_with_the_nearest_number(
-    steps: int, nearest: int, char_data: Path, tmp_path: Path
+    char_data: Path, tmp_path: Path
 ) -> None:
-    options = (
-        f"--data_dir={char_data}",
-        f"--out_dir={tmp_path / 'run'}",
-        f"--gradient_accumulation_steps={steps}",
-        *TINY,
-    )
+    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--gradient_accumulation_steps=3", *TINY)
     outcome = torchrun(2, *options)
     assert outcome.status != 0 and not (tmp_path / "run").exists()
-    message = rf"gradient_accumulation_steps = {steps}: 2 processes share .* a multiple of 2; the nearest is {nearest}"
+    message = r"gradient_accumulation_steps = 3: 2 processes share .* a multiple of 2; the nearest is 4"
     assert len(re.findall(message, outcome.stderr)) == 1, outcome.stderr
     assert "AssertionError" not in outcome.stderr
 
@@ -152,12 +146,6 @@ def test_a_killed_worker_comes_back_and_the_run_ends_as_if_undisturbed(
     assert_same_weights(tmp_path / "run", runs.folder / "1")
     lines = [line for line in read_step_log(tmp_path / "run/metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-
-
-def test_restarts_ask_for_the_variable_that_they_need(char_data: Path, tmp_path: Path) -> None:
-    options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", *SHARED)
-    outcome = torchrun(2, *options, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
-    assert outcome.status != 0 and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in outcome.stderr
 
 
 HANGS = "if rank == 1 and step == 3: signal.signal(signal.SIGTERM, signal.SIG_DFL); time.sleep(600)"
@@ -247,6 +235,24 @@ def test_the_micro_batches_of_all_processes_are_those_of_one(
         shared += list(part.global_batch(5))
     for (inputs, targets), (other_inputs, other_targets) in zip(whole.global_batch(5), shared, strict=True):
         assert torch.equal(inputs, other_inputs) and torch.equal(targets, other_targets)
+
+
+@pytest.mark.parametrize(("steps", "size", "nearest"), [(1, 2, 2), (3, 4, 4), (7, 4, 8), (9, 4, 8)])
+def test_T10_the_nearest_number_is_a_multiple_of_the_processes(
+    steps: int, size: int, nearest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_process(monkeypatch, 0, size)
+    with pytest.raises(UserError, match=rf"= {steps}: {size} processes share .* the nearest is {nearest}$"):
+        distributed.own_micro_batches(steps)
+
+
+def test_restarts_ask_for_the_variable_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_process(monkeypatch, 0, 2)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    asked = pytest.raises(UserError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun")
+    with asked, distributed.process_group(torch.device("cpu"), 10):
+        pass
 
 
 def test_a_stray_variable_of_somebodys_shell_makes_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

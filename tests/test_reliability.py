@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from tests.conftest import REPOSITORY, TINY, Outcome, assert_clean_error, run_train, script
 
 KILLS = 100
-DAMAGED_FILES = 10_500
+DAMAGED_FILES = 8_400
 
 
 def module(name: str, *arguments: object) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """One model shared out over several processes (FSDP): by gloo, on the CPU."""
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,18 +110,34 @@ def test_one_process_alone_shares_with_nobody(runs: Runs) -> None:
     assert not list(runs.of("muon", 1).glob("*.shards-*")) and "fsdp" not in runs.said["muon", 1].stdout
 
 
-@pytest.mark.parametrize(("begins", "ends", "optimizer"), [(2, 1, "muon"), (2, 4, "adamw"), (1, 2, "muon")])
-def test_K05_a_shared_run_goes_on_with_another_number_of_processes(
-    begins: int, ends: int, optimizer: str, runs: Runs, char_data: Path, tmp_path: Path
-) -> None:
-    out_dir = f"--out_dir={tmp_path / 'run'}"
-    first = [f"--data_dir={char_data}", *UNEVEN, FSDP, "--max_iters=2", "--lr_decay_iters=6", out_dir]
-    first.append(f"--optimizer={optimizer}")
-    for processes, options in ((begins, first), (ends, [out_dir, "--resume", "--max_iters=6"])):
+@pytest.fixture(scope="module")
+def begun(char_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The first two updates of the run, by one and by two processes."""
+    folders = {processes: tmp_path_factory.mktemp("begun") / str(processes) for processes in (1, 2)}
+    for processes, folder in folders.items():
+        options = [
+            f"--data_dir={char_data}",
+            *UNEVEN,
+            FSDP,
+            f"--out_dir={folder}",
+            "--max_iters=2",
+            "--lr_decay_iters=6",
+        ]
         outcome = run_train(*options) if processes == 1 else torchrun(processes, *options)
         assert outcome.status == 0, outcome.stderr
-    straight = runs.of(optimizer, 1)
-    assert_same_weights(tmp_path / "run", straight, TOLERANCE[optimizer])
+    return folders
+
+
+@pytest.mark.parametrize(("begins", "ends"), [(2, 1), (2, 4), (1, 2)])
+def test_K05_a_shared_run_goes_on_with_another_number_of_processes(
+    begins: int, ends: int, begun: dict[int, Path], runs: Runs, tmp_path: Path
+) -> None:
+    shutil.copytree(begun[begins], tmp_path / "run")
+    options = (f"--out_dir={tmp_path / 'run'}", "--resume", "--max_iters=6")
+    outcome = run_train(*options) if ends == 1 else torchrun(ends, *options)
+    assert outcome.status == 0, outcome.stderr
+    straight = runs.of("muon", 1)
+    assert_same_weights(tmp_path / "run", straight, TOLERANCE["muon"])
     alone, other = (read_step_log(folder / "metrics.jsonl") for folder in (straight, tmp_path / "run"))
     for name in ("loss", "val_loss"):
         assert [line[name] for line in other if name in line] == pytest.approx(
@@ -146,13 +163,12 @@ def test_T01_weights_of_one_share_that_is_broken_are_saved_by_none(char_data: Pa
 
 
 def test_in_bfloat16_a_shared_model_learns_as_whole_ones_do(char_data: Path, tmp_path: Path) -> None:
-    """The norms and everything outside the blocks stay in float32, as autocast has it; compiled, too."""
+    """Norms and everything outside the blocks stay in float32, as autocast has it; compiled, too, and recomputing."""
     options = [f"--data_dir={char_data}", *UNEVEN, "--n_embd=24", "--position=rotary", "--norm_placement=pre"]
-    losses, norms, again = {}, {}, [FSDP, "--activation_checkpointing"]
+    losses, norms = {}, {}
     for name, extra in {
         "ddp": [],
-        "fsdp": [FSDP],
-        "again": again,
+        "fsdp": [FSDP, "--activation_checkpointing"],
         "compiled": [FSDP, "--compile", "--max_iters=2"],
     }.items():
         outcome = torchrun(2, *options, f"--out_dir={tmp_path / name}", "--dtype=bfloat16", *extra)
@@ -161,7 +177,6 @@ def test_in_bfloat16_a_shared_model_learns_as_whole_ones_do(char_data: Path, tmp
         losses[name], norms[name] = [line["loss"] for line in lines], lines[0]["gradient_norm"]
     assert norms["fsdp"] == pytest.approx(norms["ddp"], rel=1e-6), "gradients are summed in float32"
     assert losses["fsdp"] == pytest.approx(losses["ddp"], abs=2e-4)
-    assert losses["again"] == losses["fsdp"], "what is computed again is the same"
     assert losses["compiled"] == pytest.approx(losses["ddp"][:2], abs=5e-3)
 
 
@@ -179,11 +194,7 @@ def test_a_shared_run_is_sampled_from_and_made_one_file(runs: Runs, tmp_path: Pa
     from engine import one_file
 
     here, shared = tmp_path / "run", runs.of("muon", 2)
-    for path in shared.rglob("*"):
-        if path.is_file():
-            target = here / path.relative_to(shared)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    shutil.copytree(shared, here)
     options = (f"--out_dir={here}", "--max_new_tokens=20", "--prompt=Line")
     sampled = run_sample(*options)
     assert sampled.status == 0, sampled.stderr
