@@ -93,9 +93,9 @@ def begin(given: Given, out_dir: Path, resume: bool) -> None:
         del beginning
         hardware = f"{describe_device(device)}, {str(dtype).removeprefix('torch.')} ({dtype_reason})"
         facts = summary(run, batches, hardware)
-        say("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
+        say_facts(facts)
         if expected is not None:
-            rehearse_updates(run, batches, dtype, expected)
+            say_facts(rehearse_updates(run, batches, dtype, expected))
             return
         if resumed and run.is_finished:
             say(f"nothing to do: the run is finished after {run.progress.step:,} updates; give a larger --max_iters")
@@ -144,16 +144,21 @@ def set_up(
     return run, batches
 
 
-def rehearse_updates(run: Run, batches: TrainingBatches, dtype: torch.dtype, expected: StepMemory) -> None:
-    """Do a few updates that nobody keeps, and say what they take."""
+def rehearse_updates(run: Run, batches: TrainingBatches, dtype: torch.dtype, expected: StepMemory) -> dict[str, str]:
+    """Do a few updates that nobody keeps; what they take."""
     forward = prepared(run, batches, dtype)
-    rehearse(run, batches.tokens_per_step, expected, lambda step: update(run, forward, batches, step, dtype))
+    return rehearse(run, batches.tokens_per_step, expected, lambda step: update(run, forward, batches, step, dtype))
 
 
 def say(line: str) -> None:
     """Print something; of several processes, the first does."""
     if distributed.is_first():
         print(line)
+
+
+def say_facts(facts: dict[str, str]) -> None:
+    """Print what is known, a line each."""
+    say("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
 
 
 def make_model(beginning: Beginning, data: PreparedData) -> GPT:

@@ -5,7 +5,6 @@ python -m bench.scaling
 Every process has one core. What is told is counted where it passes, on the loopback device (Linux).
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from comparison.processes import ROOT
 from comparison.timing import Timing
 from config.command_line import parse
 from config.schema import TrainSettings
+from engine.step_log import read_step_log
 from model import GPTConfig
 
 ROUNDS = 5
@@ -112,8 +112,7 @@ def trained(place: Place, updates: int) -> Iterator[Path]:
 
 def seconds_per_update(run: Path) -> float:
     """The median over the updates of a run, without the first two."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    updates = [line for line in lines if "loss" in line][2:]
+    updates = [line for line in read_step_log(run / "metrics.jsonl") if "loss" in line][2:]
     tokens = updates[0]["tokens"] / updates[0]["step"]
     return Timing(tuple(tokens / line["tokens_per_second"] for line in updates)).median
 

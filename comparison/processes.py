@@ -19,6 +19,7 @@ from typing import Any
 
 from comparison.timing import Timing, seconds_of
 from config.errors import is_out_of_memory
+from engine.device import resident_memory
 
 ROOT = Path(__file__).parent.parent
 OUT_OF_MEMORY = "out of memory"
@@ -161,11 +162,8 @@ def _memory(device_type: str, which: str) -> float | None:
     if device_type == "cuda":
         peak = which == "peak"
         return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**20
-    status = Path("/proc/self/status")
-    if device_type == "cpu" and status.exists():  # getrusage's figure begins with that of the starting process
-        line = "VmHWM:" if which == "peak" else "VmRSS:"
-        return int(status.read_text(encoding="ascii").split(line)[1].split()[0]) / 1024
-    return None
+    size = resident_memory(peak=which == "peak") if device_type == "cpu" else None
+    return None if size is None else size / 2**20
 
 
 def _serve(function: str, arguments: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,6 +112,28 @@ def peak_flops(requested: float, device: torch.device, dtype: torch.dtype) -> fl
     words = set(re.split(r"[^A-Za-z0-9]+", torch.cuda.get_device_name(device)))
     found = [peak for name, peak in KNOWN_PEAKS.items() if name in words]
     return found[0] if found and not words & SLOWER_FORMS else None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return _linux_figure("/proc/meminfo", "MemAvailable:") if device.type == "cpu" else None
+
+
+def resident_memory(*, peak: bool) -> int | None:
+    """Bytes that this process has in memory, or the most it ever had; None where the system does not tell.
+
+    getrusage's figure begins with that of the process that started this one.
+    """
+    return _linux_figure("/proc/self/status", "VmHWM:" if peak else "VmRSS:")
+
+
+def _linux_figure(path: str, name: str) -> int | None:
+    try:
+        return int(Path(path).read_text(encoding="ascii").split(name)[1].split()[0]) * 1024  # it is in kilobytes
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def describe_device(device: torch.device) -> str:

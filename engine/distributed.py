@@ -139,12 +139,18 @@ def summed(values: Tensor) -> Tensor:
     return values
 
 
+def totals(*numbers: float) -> list[float]:
+    """Each number summed over all processes, in float64; every process must ask."""
+    if not dist.is_initialized():
+        return list(numbers)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    totalled: list[float] = summed(torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()
+    return totalled
+
+
 def any_of_all(flag: bool) -> bool:
     """Whether it is so in any process; every process must ask, and gets the same answer."""
-    if not dist.is_initialized():
-        return flag
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return bool(summed(torch.tensor(float(flag), device=device)) > 0)
+    return totals(flag)[0] > 0
 
 
 def told_by_first(value: str) -> str:

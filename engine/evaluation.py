@@ -27,7 +27,7 @@ from data.preparation import prepare_if_needed
 from data.tokenizers import Tokenizer
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, newest_checkpoint, tokenizer_from_checkpoint
 from engine.device import autocast, choose_device, choose_dtype
-from engine.distributed import rank, summed, world_size
+from engine.distributed import rank, totals, world_size
 from model import GPT
 
 TOKENS_AT_ONCE = 8192  # at least, as small batches cost the more time the smaller they are
@@ -93,13 +93,10 @@ def evaluate(
             nats += loss.item() * targets.numel()
             tokens += targets.numel()
             text_bytes += int(byte_lengths[targets].sum())
-    device = byte_lengths.device if byte_lengths.is_cuda else torch.device("cpu")
-    nats, tokens, text_bytes = summed(
-        torch.tensor([nats, tokens, text_bytes], dtype=torch.float64, device=device)
-    ).tolist()
-    if tokens == 0:
+    nats, scored, scored_bytes = totals(nats, tokens, text_bytes)
+    if scored == 0:
         raise ValueError("there are no tokens to score")
-    return Evaluation(nats / tokens, nats / math.log(2) / max(1, text_bytes), int(tokens))
+    return Evaluation(nats / scored, nats / math.log(2) / max(1, scored_bytes), int(scored))
 
 
 def shared_in_turn(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor, bool]]:

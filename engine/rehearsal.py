@@ -13,6 +13,7 @@ import torch
 from config.errors import UserError
 from config.schema import TrainSettings
 from data.dataset import PreparedData
+from engine.device import free_memory, resident_memory
 from engine.distributed import world_size
 from engine.run import Run
 from engine.shards import tensors_of
@@ -38,8 +39,8 @@ def foresee(settings: TrainSettings, data: PreparedData, device: torch.device, d
     return memory
 
 
-def rehearse(run: Run, tokens: int, expected: StepMemory, one_update: Callable[[int], object]) -> None:
-    """Do a few updates, and say what they take beside what was expected.
+def rehearse(run: Run, tokens: int, expected: StepMemory, one_update: Callable[[int], object]) -> dict[str, str]:
+    """Do a few updates; what they take, beside what was expected.
 
     Args:
         run: whose settings and data they are.
@@ -53,7 +54,7 @@ def rehearse(run: Run, tokens: int, expected: StepMemory, one_update: Callable[[
     told = f"; measured {megabytes(measured.peak)}" if measured.peak is not None else ""
     resident = f", in a process of {megabytes(measured.resident)}" if measured.resident is not None else ""
     a_pass = measured.seconds * run.data.metadata.train_tokens / tokens
-    facts = {
+    return {
         "parameters": megabytes(expected.parameters),
         "gradients": megabytes(expected.gradients),
         "optimizer": f"{megabytes(expected.optimizer)} of state ({settings.optimizer})",
@@ -64,7 +65,6 @@ def rehearse(run: Run, tokens: int, expected: StepMemory, one_update: Callable[[
         "in all": f"{duration(a_pass)} for a pass over the data, {duration(measured.seconds * settings.max_iters)} for "
         f"{settings.max_iters:,} updates, without validations",
     }
-    print("\n".join(f"{name:<11} {fact}" for name, fact in facts.items()))
 
 
 def megabytes(size: int) -> str:
@@ -123,7 +123,7 @@ def measured_updates(one_update: Callable[[int], object], lasting: Callable[[], 
         return Measured(seconds, torch.cuda.max_memory_allocated(device), None)
     if device.type != "cpu":
         return Measured(seconds, None, None)
-    resident = _status("/proc/self/status", "VmHWM:")
+    resident = resident_memory(peak=True)
     return Measured(seconds, lasting() + _peak_on_cpu(lambda: one_update(1 + MEASURED_UPDATES)), resident)
 
 
@@ -141,18 +141,3 @@ def _peak_on_cpu(run: Callable[[], object]) -> int:
         now += change
         peak = max(peak, now)
     return peak
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return _status("/proc/meminfo", "MemAvailable:") if device.type == "cpu" else None
-
-
-def _status(path: str, name: str) -> int | None:
-    """A figure that Linux gives in kilobytes."""
-    try:
-        return int(Path(path).read_text(encoding="ascii").split(name)[1].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        return None

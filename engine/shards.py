@@ -22,8 +22,6 @@ from data.files import flush_folder
 from engine.distributed import is_first, means_lost, told_by_first, wait_for_all
 from engine.sharding import is_shared
 
-FOLDER = "{stem}.shards-{letter}"
-LETTERS = "ab"
 # All that a folder's own description is made of; a pickle may otherwise ask for any function to be called.
 HARMLESS = {
     "torch.distributed.checkpoint.metadata": {
@@ -68,9 +66,14 @@ def folder_of(path: Path, content: dict[str, Any]) -> Path | None:
     name = content.get("shards")
     if name is None:
         return None
-    if not isinstance(name, str) or name not in {FOLDER.format(stem=path.stem, letter=letter) for letter in LETTERS}:
+    if not isinstance(name, str) or name not in [folder.name for folder in possible_folders(path)]:
         raise ValueError(f"its shards are said to be in {name!r}")
     return path.with_name(name)
+
+
+def possible_folders(path: Path) -> list[Path]:
+    """Those that the shards of a checkpoint take turns in."""
+    return [path.with_name(f"{path.stem}.shards-{letter}") for letter in "ab"]
 
 
 def write_shards(path: Path, content: dict[str, Any], in_use: Path | None) -> dict[str, Any]:
@@ -91,8 +94,7 @@ def write_shards(path: Path, content: dict[str, Any], in_use: Path | None) -> di
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    folders = [path.with_name(FOLDER.format(stem=path.stem, letter=letter)) for letter in LETTERS]
-    free = [folder for folder in folders if folder != in_use]
+    free = [folder for folder in possible_folders(path) if folder != in_use]
     unused = [folder for folder in free if not folder.exists()]  # of a damaged checkpoint it is not known
     folder = path.with_name(told_by_first((unused or free)[0].name))
     if is_first():
@@ -179,8 +181,7 @@ def with_numbers(path: Path, content: dict[str, Any], *, weights_alone: bool) ->
 
 def remove_unused_shards(path: Path, in_use: Path | None) -> None:
     """Remove the folders of a checkpoint but the one that it names."""
-    for letter in LETTERS:
-        folder = path.with_name(FOLDER.format(stem=path.stem, letter=letter))
+    for folder in possible_folders(path):
         if folder != in_use:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -27,6 +27,7 @@ from data.dataset import PreparedData
 from data.preparation import prepare
 from data.sources import open_source
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, tokenizer_from_checkpoint
+from engine.device import resident_memory
 from engine.optimizer import make_optimizer
 from engine.run import Run, settings_to_resume
 from tests.conftest import TEXT, TINY
@@ -228,7 +229,7 @@ def main(folder: Path, count: int, seed: int) -> None:
             ) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
-    peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+    peak = (resident_memory(peak=True) or 0) // 2**20
     print(json.dumps({**results, "peak_megabytes": peak}))
 
 

@@ -62,15 +62,21 @@ def assert_same_weights(one: Path, other: Path, atol: float = 1e-6) -> None:
 
 
 def changed(tmp_path: Path, body: str) -> Path:
-    """A program that trains with `update` changed; `rank` and `restarts` say which process it is, and which try."""
+    """A program that trains, and does something more before each update."""
+    before_it = f"    {body}\n    return real(run, forward, batches, step, dtype)\n"
+    return program(tmp_path, "update", f"def changed(run, forward, batches, step, dtype):\n{before_it}")
+
+
+def program(tmp_path: Path, name: str, definition: str) -> Path:
+    """A program that trains with a function of train.py replaced.
+
+    The definition is of `changed`; `real` is what it replaces, `rank` is the process and `restarts` which try it is.
+    """
     path = tmp_path / "changed.py"
     path.write_text(
         "import os, signal, sys, time\nimport train\nfrom config.errors import run_command\n"
         "rank, restarts = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "real = train.update\n"
-        f"def update(run, forward, batches, step, dtype):\n    {body}\n"
-        "    return real(run, forward, batches, step, dtype)\n"
-        "train.update = update\nrun_command(train.main)\n"
+        f"real = train.{name}\n{definition}train.{name} = changed\nrun_command(train.main)\n"
     )
     return path
 

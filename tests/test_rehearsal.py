@@ -10,6 +10,7 @@ import torch
 from config.schema import TrainSettings
 from engine import rehearsal
 from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.device import resident_memory
 from engine.rehearsal import duration, megabytes
 from engine.step_log import read_step_log
 from engine.step_memory import predicted_memory
@@ -85,19 +86,14 @@ def test_what_is_kept_grows_with_the_batch_and_falls_to_the_blocks_inputs() -> N
 
 def test_a_model_larger_than_this_machine_is_foreseen_without_memory_for_it() -> None:
     """Seven billion parameters: 28 GB of weights, 84 GB with gradients and one more moment."""
-
-    def resident() -> int:
-        status = Path("/proc/self/status")
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) if status.exists() else 0
-
-    before = resident()
+    before = resident_memory(peak=True) or 0
     settings = TrainSettings(
         n_layer=32, n_embd=4096, n_head=32, block_size=2048, batch_size=1, attention_impl="sdpa",
         activation_checkpointing=True, norm_placement="pre",
     )  # fmt: skip
     memory = predicted_memory(settings, 50257, CPU, torch.bfloat16)
     assert 26e9 < memory.parameters < 28e9 and memory.optimizer == pytest.approx(2 * memory.parameters, rel=0.01)
-    assert resident() - before < 500_000, "kilobytes"
+    assert (resident_memory(peak=True) or 0) - before < 500_000 * 1024
 
 
 def test_more_than_is_free_is_refused_with_both_figures(

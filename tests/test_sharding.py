@@ -14,7 +14,7 @@ from engine import sharding
 from engine.checkpoint import load_checkpoint
 from engine.step_log import read_step_log
 from tests.conftest import TEXT, Outcome, assert_clean_error, call, run_prepare, run_sample, run_train
-from tests.several import SHARED, assert_same_weights, changed, torchrun
+from tests.several import SHARED, assert_same_weights, changed, program, torchrun
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo is tried on Linux")
 
@@ -148,13 +148,13 @@ def test_K05_a_shared_run_goes_on_with_another_number_of_processes(
 
 def test_T01_weights_of_one_share_that_is_broken_are_saved_by_none(char_data: Path, tmp_path: Path) -> None:
     """Broken between the last update and the checkpoint, so that no loss has told the others."""
-    script = tmp_path / "broken.py"
-    script.write_text(
-        "import os, sys\nimport train\nfrom config.errors import run_command\nreal = train.validate\n"
-        "def validate(run, tracker, dtype):\n    result = real(run, tracker, dtype)\n"
-        "    if os.environ['RANK'] == '1' and run.progress.step == 4:\n"
-        "        run.model.blocks[0].feed_forward.expand.weight.to_local().data.fill_(float('nan'))\n"
-        "    return result\ntrain.validate = validate\nrun_command(train.main)\n"
+    weight = "run.model.blocks[0].feed_forward.expand.weight.to_local().data"
+    script = program(
+        tmp_path,
+        "validate",
+        "def changed(run, tracker, dtype):\n    result = real(run, tracker, dtype)\n"
+        f"    if rank == 1 and run.progress.step == 4: {weight}.fill_(float('nan'))\n"
+        "    return result\n",
     )
     options = (f"--data_dir={char_data}", f"--out_dir={tmp_path / 'run'}", *UNEVEN, "--sample_tokens=0", FSDP)
     outcome = torchrun(2, *options, script=script)
