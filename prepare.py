@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config.command_line import parse
 from config.errors import run_command
-from config.schema import PrepareSettings
+from config.preparation import PrepareSettings
 from data.dataset import Metadata
 from data.preparation import DOWNLOADS, default_folder, prepare
 from data.sources import open_source

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from config.errors import UserError, reason_of
-from config.schema import Settings
+from config.fields import Settings
 
 PRESETS = Path(__file__).parent
 FALSE_WORDS = {"false", "0", "no", "off", "f", "n"}

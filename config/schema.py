@@ -1,86 +1,20 @@
-"""Every setting of every script: its name, type, range, default and meaning.
+"""The settings of every script but prepare.py: name, type, range, default and meaning.
 
 Knows no files and no command line (config/command_line.py) and runs nothing.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from config.fields import Number, Seed, Settings, Whole
+from config.preparation import PreparationFields
 from model import LONGEST_CONTEXT, Activation, AttentionImpl, GPTConfig, NormPlacement, PositionKind
 
-
-def _whole_number(value: Any) -> Any:
-    """Accept 1e3 and 1000.0 where a whole number is meant; leave the rest to pydantic."""
-    if isinstance(value, bool):
-        raise ValueError("expected a whole number")
-    if isinstance(value, str | float):
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError("expected a whole number") from None
-        if not number.is_integer():
-            raise ValueError("expected a whole number")
-        # int() keeps every digit of what float() would round.
-        return int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() else int(number)
-    return value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(_whole_number), Field(le=2**31)]
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TimedDtype = Literal["float64", "float32", "bfloat16", "float16"]
-Length = Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=LONGEST_CONTEXT)]
-Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)]
-
-
-class Settings(BaseModel):
-    """What all settings have in common: unknown keys are refused, values are checked, nothing changes later."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
-
-    # A setting that stands instead of others: never both in one place, and on the command line it sets aside what a
-    # preset says about them.
-    instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
-    # The setting that may be given without its name, in first place.
-    positional: ClassVar[str | None] = None
-
-
-class PreparationFields(Settings):
-    """How text becomes tokens; shared by prepare.py and by train.py --text."""
-
-    tokenizer: str = Field(
-        "bpe",
-        description="char, byte, bpe (trained on the text), a tiktoken encoding such as gpt2, or a tokenizer file",
-        min_length=1,
-    )
-    vocab_size: Whole = Field(2048, ge=257, le=2**20, description="ids of a bpe vocabulary, end-of-text included")
-    val_fraction: Number = Field(0.1, ge=0, lt=1, description="share of the tokens, at the end, kept for validation")
-    encoding: str = Field("utf-8", description="character encoding of the text files")
-    text_field: str = Field("text", min_length=1, description="the field of .jsonl files that holds the text")
-    parse_special: bool = Field(
-        False, description="read <|endoftext|> in the text as the end-of-text id; otherwise it is plain text"
-    )
-
-
-class PrepareSettings(PreparationFields):
-    """prepare.py: text -> tokens on disk."""
-
-    positional = "source"
-
-    source: str = Field(
-        "stdlib",
-        min_length=1,
-        description="a file, a folder, a quoted glob, - for standard input, or a built-in text: stdlib, shakespeare",
-    )
-    out_dir: str = Field("", description="where the tokens go (empty: a folder under data/prepared, named after both)")
+Length = Annotated[Whole, Field(ge=1, le=LONGEST_CONTEXT)]
 
 
 class InteropSettings(Settings):
@@ -110,7 +44,7 @@ ARCHITECTURE = (
 class TrainSettings(PreparationFields):
     """train.py: tokens -> a trained run directory."""
 
-    instead_of = {
+    instead_of: ClassVar[dict[str, tuple[str, ...]]] = {
         "data_dir": ("text", "tokenizer", "vocab_size", "val_fraction", "encoding", "text_field", "parse_special"),
         "text": ("data_dir",),
     }
@@ -232,7 +166,7 @@ class EvaluateSettings(Settings):
 class SampleSettings(Settings):
     """sample.py: a run directory -> completions."""
 
-    instead_of = {
+    instead_of: ClassVar[dict[str, tuple[str, ...]]] = {
         "checkpoint": ("out_dir",),
         "prompt_file": ("prompt",),
         "prompts_file": ("prompt", "prompt_file"),
@@ -293,7 +227,7 @@ class SampleSettings(Settings):
 class CompareSettings(Settings):
     """compare.py: do manual and fused attention agree, which is quicker here, and do they learn alike?"""
 
-    instead_of = {"runs": ("text", "data_dir"), "data_dir": ("text",)}
+    instead_of: ClassVar[dict[str, tuple[str, ...]]] = {"runs": ("text", "data_dir"), "data_dir": ("text",)}
 
     device: Device = Field("auto", description="auto, cpu, cuda, cuda:N or mps")
     lengths: list[Length] = Field([64, 128, 256, 512, 1024, 2048], min_length=1, description="context lengths to time")

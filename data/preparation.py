@@ -1,12 +1,13 @@
 """Text -> a prepared folder, in bounded memory whatever the size of the text.
 
-Two passes: the first counts and gives the tokenizer what it learns from, the second encodes. Documents keep
-their order; exactly one end-of-text id follows each. The last `val_fraction` of the tokens is for validation.
+One pass for a tokenizer that learns from the text, then one that encodes. Documents keep their order; exactly one
+end-of-text id follows each. The last `val_fraction` of the tokens is for validation.
 """
 
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +17,17 @@ import numpy as np
 from tqdm import tqdm
 
 from config.errors import UserError
-from config.schema import PreparationFields
+from config.preparation import PreparationFields
 from data.dataset import Metadata, PreparedData, read_metadata, to_stored, token_dtype
 from data.files import staging_folder
+from data.patterns import BPE_PATTERN, last_safe_cut
 from data.sources import Source, open_source, read_documents
 from data.tokenizer_files import tokenizer_from_file
 from data.tokenizers import (
-    BPE_PATTERN,
     CORES,
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
-    last_safe_cut,
     named_encoding,
     train_bpe,
 )
@@ -44,10 +44,12 @@ BPE_LEARNS_FROM = 1 << 26  # bytes; of a larger text, pieces spread evenly over 
 
 @dataclass
 class Totals:
-    """What the first pass counted."""
+    """What was encoded."""
 
     characters: int = 0
     bytes: int = 0
+    tokens: int = 0
+    documents: int = 0
 
 
 def prepare(
@@ -67,17 +69,15 @@ def prepare(
     _check_encoding(options.encoding)
     _refuse_foreign_folder(out_dir, source)
     with _staging_folder(out_dir) as staging:
-        tokenizer, totals = _tokenizer_for(source, options, given_tokenizer)
-        if not totals.characters:
-            raise UserError(f"{source.name}: holds no text")
+        tokenizer = given_tokenizer or _known_tokenizer(options.tokenizer) or _learned_tokenizer(source, options)
         dtype = token_dtype(tokenizer.vocab_size)
-        tokens, documents = _encode_to_file(source, options, tokenizer, dtype, staging / "train.bin")
-        val_tokens = _split(staging, tokens, options.val_fraction, np.dtype(dtype).itemsize)
+        totals = _encode_to_file(source, options, tokenizer, dtype, staging / "train.bin")
+        val_tokens = _split(staging, totals.tokens, options.val_fraction, np.dtype(dtype).itemsize)
         (staging / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         metadata = Metadata(
             source=source.description,
             source_sha256=source.sha256,
-            documents=documents,
+            documents=totals.documents,
             characters=totals.characters,
             bytes=totals.bytes,
             encoding=options.encoding,
@@ -88,7 +88,7 @@ def prepare(
             vocab_size=tokenizer.vocab_size,
             dtype=dtype,
             val_fraction=options.val_fraction,
-            train_tokens=tokens - val_tokens,
+            train_tokens=totals.tokens - val_tokens,
             val_tokens=val_tokens,
             train_sha256=_file_sha256(staging / "train.bin"),
             val_sha256=_file_sha256(staging / "val.bin"),
@@ -206,39 +206,38 @@ def _pieces(
         yield pieces
 
 
-def _tokenizer_for(
-    source: Source, options: PreparationFields, given_tokenizer: Tokenizer | None
-) -> tuple[Tokenizer, Totals]:
-    """First pass: count the text, and learn the vocabulary from it where it is learned."""
-    totals = Totals()
-    known = given_tokenizer or _known_tokenizer(options.tokenizer)
-    learns_bpe = known is None and options.tokenizer == "bpe"
-    safe_prefix = (lambda text: last_safe_cut(text, BPE_PATTERN)) if learns_bpe else len
+def _read_ahead(batches: Iterator[list[str | None]]) -> Iterator[list[str | None]]:
+    """The same batches, of which the next is read while one is encoded."""
+    with ThreadPoolExecutor(1) as reader:
+        following = reader.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = reader.submit(next, batches, None)
+            yield batch
 
-    def counted() -> Iterator[str]:
-        for pieces in _pieces(source, options, safe_prefix, "reading"):
-            for piece in filter(None, pieces):
-                totals.characters += len(piece)
-                try:
-                    totals.bytes += len(piece.encode("utf-8"))
-                except UnicodeEncodeError:
-                    raise UserError(f"{source.name}: holds half a surrogate pair, which is no character") from None
-                yield piece
 
-    tokenizer: Tokenizer
-    if known is not None:
-        tokenizer = known
-        for _ in counted():
-            pass
-    elif options.tokenizer == "char":
+def _learned_tokenizer(source: Source, options: PreparationFields) -> Tokenizer:
+    """The vocabulary that a first pass over the text gives."""
+    if options.tokenizer == "char":
         characters: set[str] = set()
-        for piece in counted():
+        for piece in _texts(source, options, len):
             characters.update(piece)
-        tokenizer = CharTokenizer(characters)
-    else:
-        share = min(1.0, BPE_LEARNS_FROM / max(1, source.size()))
-        tokenizer = train_bpe(_spread(counted(), share), options.vocab_size)
-    return tokenizer, totals
+        return CharTokenizer(characters)
+    pieces = _texts(source, options, lambda text: last_safe_cut(text, BPE_PATTERN))
+    return train_bpe(_spread(pieces, min(1.0, BPE_LEARNS_FROM / max(1, source.size()))), options.vocab_size)
+
+
+def _texts(source: Source, options: PreparationFields, safe_prefix: Callable[[str], int]) -> Iterator[str]:
+    for pieces in _pieces(source, options, safe_prefix, "reading"):
+        for piece in filter(None, pieces):
+            _byte_length(piece, source)
+            yield piece
+
+
+def _byte_length(piece: str, source: Source) -> int:
+    try:
+        return len(piece.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise UserError(f"{source.name}: holds half a surrogate pair, which is no character") from None
 
 
 def _known_tokenizer(name: str) -> Tokenizer | None:
@@ -266,24 +265,30 @@ def _spread(pieces: Iterable[str], share: float) -> Iterator[str]:
             yield piece
 
 
-def _encode_to_file(
-    source: Source, options: PreparationFields, tokenizer: Tokenizer, dtype: str, path: Path
-) -> tuple[int, int]:
-    """Second pass: every document's ids and one end-of-text id, in order. Returns the tokens and the documents."""
+def _encode_to_file(source: Source, options: PreparationFields, tokenizer: Tokenizer, dtype: str, path: Path) -> Totals:
+    """Write every document's ids and one end-of-text id, in order.
+
+    Raises:
+        UserError: there is no text, or it cannot be encoded.
+    """
     special = options.parse_special
     end_of_text = np.array([tokenizer.end_of_text], dtype=np.uint32)
-    tokens, documents = 0, 0
+    totals = Totals()
     with path.open("wb") as file:
         cut = partial(tokenizer.safe_prefix, parse_special=special)
-        for pieces in _pieces(source, options, cut, "encoding"):
+        for pieces in _read_ahead(_pieces(source, options, cut, "encoding")):
             texts = [piece for piece in pieces if piece is not None]
+            totals.characters += sum(map(len, texts))
+            totals.bytes += sum(_byte_length(text, source) for text in texts)
             encoded = iter(tokenizer.encode_batch(texts, parse_special=special))
             for piece in pieces:
                 ids = end_of_text if piece is None else next(encoded)
                 file.write(to_stored(ids, dtype).tobytes())
-                tokens += len(ids)
-                documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
-    return tokens, documents
+                totals.tokens += len(ids)
+                totals.documents += int(np.count_nonzero(ids == tokenizer.end_of_text))
+    if not totals.characters:
+        raise UserError(f"{source.name}: holds no text")
+    return totals
 
 
 def _split(folder: Path, tokens: int, val_fraction: float, itemsize: int) -> int:

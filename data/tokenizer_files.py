@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError, reason_of
+from data.patterns import BPE_PATTERN
 from data.tokenizers import (
-    BPE_PATTERN,
     END_OF_TEXT,
     BPETokenizer,
     ByteTokenizer,

@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from config.errors import UserError, reason_of
+from data.patterns import BPE_PATTERN, last_safe_cut, quick_form
 
 if TYPE_CHECKING:  # the character path works where tiktoken cannot be imported
     import tiktoken
@@ -27,31 +27,12 @@ END_OF_TEXT = "<|endoftext|>"
 TokenIds = npt.NDArray[np.uint32]
 CORES = os.cpu_count() or 1
 
-# GPT-2's pattern (Radford et al. 2019) with numbers cut into threes, and with a bound on white space, whose
-# unbounded form overflows the stack of the regex engine on about a million blanks in a row.
-BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|\s{1,256}(?!\S)|\s"
-# Places where a pattern of this family has a token border, whatever comes before or after: between a visible
-# character and a blank or a line break; where the pattern joins punctuation to line breaks (OpenAI's later ones),
-# between a letter or digit and a line break.
-SAFE_CUT = re.compile(r"\S(?=[ \n])")
-SAFE_CUT_JOINED_LINES = re.compile(r"\S(?= )|[^\W_](?=\n)")
-
 
 def length_of_begun(text: str, markers: Sequence[str]) -> int:
     """Length of the longest end of a text with which one of the markers begins, perhaps to go on later."""
     for start in range(max(0, len(text) - max(map(len, markers), default=0)), len(text)):
         if any(marker.startswith(text[start:]) for marker in markers):
             return len(text) - start
-    return 0
-
-
-def last_safe_cut(text: str, pattern: str) -> int:
-    """How many leading characters a BPE with this pattern can encode on their own; 0 when there is no place to cut."""
-    cut = SAFE_CUT_JOINED_LINES if r"[\r\n" in pattern else SAFE_CUT
-    for window in (4096, len(text)):  # nearly always the first finds one
-        ends = [match.end() for match in cut.finditer(text, max(0, len(text) - window))]
-        if ends:
-            return ends[-1]
     return 0
 
 
@@ -205,15 +186,12 @@ class BPETokenizer(Tokenizer):
 
         return tiktoken.Encoding(
             self.name,
-            pat_str=self.pattern,
+            pat_str=quick_form(self.pattern),
             mergeable_ranks={token: rank for rank, token in enumerate(self.ranks) if token},
             special_tokens={END_OF_TEXT: self.end_of_text},
         )
 
     def encode_plain(self, texts: list[str]) -> list[TokenIds]:
-        # A lone surrogate has no UTF-8 form; tiktoken would quietly put U+FFFD in its place.
-        for text in texts:
-            text.encode("utf-8")
         try:
             self._encoding  # noqa: B018  # made here, so that what is wrong with it is said once
         except Exception as error:  # the pattern is one that the regex engine refuses
@@ -230,8 +208,9 @@ class BPETokenizer(Tokenizer):
             ) from None
 
     def _encode_one(self, text: str) -> TokenIds:
+        length = len(text.encode("utf-8"))  # which a lone surrogate has not; tiktoken would put U+FFFD in its place
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
-        if int(self._lengths[ids].sum()) != len(text.encode("utf-8")):  # tiktoken passes over what no pattern matches
+        if int(self._lengths[ids].sum()) != length:  # tiktoken passes over what no pattern matches
             raise UserError(f"the {self.name} tokenizer does not serve: its pattern leaves out parts of the text")
         return ids
 
@@ -265,8 +244,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         raise ValueError(f"vocab_size = {vocab_size}: expected 257 or more")
     import rustbpe
 
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, buffer_size=CORES, pattern=BPE_PATTERN)
+    trainer, pattern = rustbpe.Tokenizer(), quick_form(BPE_PATTERN)
+    trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, buffer_size=CORES, pattern=pattern)
     by_rank = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
     ranks = [token for _, token in by_rank]
     return BPETokenizer("bpe", BPE_PATTERN, [*ranks, b""], end_of_text=len(ranks))

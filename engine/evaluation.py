@@ -20,7 +20,8 @@ from torch import Tensor
 
 from config.command_line import parse
 from config.errors import UserError, run_command
-from config.schema import EvaluateSettings, PreparationFields
+from config.preparation import PreparationFields
+from config.schema import EvaluateSettings
 from data.batches import validation_batches
 from data.dataset import PreparedData, TokenFile, refuse_other_data
 from data.preparation import prepare_if_needed

@@ -22,7 +22,8 @@ from filelock import FileLock, Timeout
 
 from config.command_line import Given, checked, overlaid, plain_values, read_given, to_toml
 from config.errors import UserError, reason_of
-from config.schema import ARCHITECTURE, PreparationFields, TrainSettings
+from config.preparation import PreparationFields
+from config.schema import ARCHITECTURE, TrainSettings
 from data.dataset import PreparedData, refuse_other_data
 from data.files import clear_unfinished, written_whole
 from data.preparation import prepare_if_needed, safe_name

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 import train
-from config.schema import PrepareSettings
+from config.preparation import PrepareSettings
 from data.preparation import prepare
 from data.sources import open_source
 from engine.checkpoint import load_checkpoint

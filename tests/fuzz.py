@@ -22,7 +22,8 @@ import torch
 import train
 from config.command_line import checked, read_given
 from config.errors import UserError
-from config.schema import PrepareSettings, TrainSettings
+from config.preparation import PrepareSettings
+from config.schema import TrainSettings
 from data.dataset import PreparedData
 from data.preparation import prepare
 from data.sources import open_source

@@ -4,9 +4,12 @@ import hashlib
 import http.server
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from data.dataset import Metadata, PreparedData, TokenFile, read_metadata, to_st
 from data.download import download
 from data.preparation import _spread
 from data.sources import Document, open_source, read_documents
-from tests.conftest import TINY, assert_clean_error, run_prepare, run_train, script
+from tests.conftest import REPOSITORY, TINY, assert_clean_error, run_prepare, run_train, script
 
 NOTHING = (*TINY, "--max_iters=0")
 ACCENTED = "Où est l'été? Ça va très bien, naïve façade.\n" * 20
@@ -602,3 +605,36 @@ def test_D09_merges_of_a_large_text_are_learned_from_pieces_spread_over_it(
         assert outcome.status == 0, outcome.stderr
         merges.append((here / str(limit) / "tokenizer.json").read_text(encoding="utf-8"))
     assert merges[0] == merges[1], "the same text everywhere teaches the same merges"
+
+
+def test_D10_only_a_tokenizer_that_learns_from_the_text_reads_it_first(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def counted(*arguments: Any) -> Iterator[Iterator[str]]:
+        read.append(arguments[0].name)
+        return read_documents(*arguments)
+
+    monkeypatch.setattr("data.preparation.read_documents", counted)
+    text = "the cat sat on the mat\n" * 100
+    for tokenizer, passes in (("char", 2), ("bpe", 2), ("byte", 1), (str(here / "bpe" / "tokenizer.json"), 1)):
+        read.clear()
+        (here / "text.txt").write_text(text, encoding="utf-8")
+        outcome = run_prepare(
+            "text.txt", f"--tokenizer={tokenizer}", "--vocab_size=260", f"--out_dir={Path(tokenizer).stem}"
+        )
+        assert outcome.status == 0, outcome.stderr
+        assert len(read) == passes, tokenizer
+        assert f"{len(text):,} characters, {len(text):,} bytes" in outcome.stdout
+
+
+def test_preparing_does_not_wait_for_torch(here: Path) -> None:
+    """Which takes as long to import as preparing a small text does."""
+    (here / "text.txt").write_text(ACCENTED, encoding="utf-8")
+    code = "import sys, prepare; prepare.main(sys.argv[1:]); print('torch' in sys.modules)"
+    options = (str(here / "text.txt"), f"--out_dir={here / 'out'}")
+    result = subprocess.run(
+        [sys.executable, "-c", code, *options], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.endswith("\nFalse\n"), result.stdout + result.stderr

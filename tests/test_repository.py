@@ -87,7 +87,8 @@ def test_the_readme_maps_every_file_of_the_core() -> None:
 def test_every_command_of_the_readme_is_accepted() -> None:
     """Parsed as the scripts parse them; those that train long are run by hand."""
     from config.command_line import parse
-    from config.schema import CompareSettings, PrepareSettings, SampleSettings, TrainSettings
+    from config.preparation import PrepareSettings
+    from config.schema import CompareSettings, SampleSettings, TrainSettings
 
     schemas = {
         "prepare.py": PrepareSettings, "train.py": TrainSettings, "sample.py": SampleSettings,

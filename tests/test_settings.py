@@ -7,7 +7,9 @@ import pytest
 
 from config.command_line import parse, to_toml
 from config.errors import UserError
-from config.schema import PrepareSettings, SampleSettings, Settings, TrainSettings
+from config.fields import Settings
+from config.preparation import PrepareSettings
+from config.schema import SampleSettings, TrainSettings
 from tests.conftest import REPOSITORY, assert_clean_error, run_train, script
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from config.schema import PrepareSettings
+from config.preparation import PrepareSettings
 from data.dataset import PreparedData
 from data.preparation import prepare
 from data.sources import Document, open_source, read_documents

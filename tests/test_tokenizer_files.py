@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.dataset import PreparedData
+from data.patterns import BPE_PATTERN
 from data.tokenizer_files import (
     GPT2_PATTERN,
     byte_letters,
@@ -23,7 +24,7 @@ from data.tokenizer_files import (
     to_huggingface,
     tokenizer_from_file,
 )
-from data.tokenizers import BPE_PATTERN, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, train_bpe
+from data.tokenizers import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, train_bpe
 from tests.conftest import TEXT, assert_clean_error, run_prepare, run_train
 
 MIXED = "안녕하세요 세계! Hello  world's 12345678 tests\n\n\tdef f(x):\r\n return x 👩‍👩‍👧 e\u0301 \x00 العربية \u200b"

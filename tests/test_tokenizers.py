@@ -12,14 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from config.errors import UserError
+from data.patterns import BPE_PATTERN
 from data.tokenizers import (
-    BPE_PATTERN,
     END_OF_TEXT,
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
-    last_safe_cut,
     named_encoding,
     tokenizer_from_json,
     train_bpe,
@@ -149,52 +148,6 @@ def test_D09_ids_do_not_depend_on_where_the_text_is_cut(parts: list[str]) -> Non
     cut = BPE.safe_prefix(text)
     pieces = np.concatenate([BPE.encode(text[:cut]), BPE.encode(text[cut:])])
     assert np.array_equal(pieces, BPE.encode(text))
-
-
-@pytest.mark.parametrize("encoding", ["ours", "gpt2", "cl100k_base", "o200k_base"])
-def test_D09_the_places_to_cut_are_borders_of_every_pattern(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patterns of tiktoken ship with it; its vocabularies do not, and are not needed for this."""
-    import regex
-    import tiktoken_ext.openai_public as public
-
-    for name in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-        monkeypatch.setattr(public, name, lambda *a, **k: {})
-    text_of_pattern = BPE_PATTERN if encoding == "ours" else public.ENCODING_CONSTRUCTORS[encoding]()["pat_str"]
-    pattern = regex.compile(text_of_pattern)
-    generator = np.random.default_rng(0)
-    alphabet = [
-        "a",
-        "Bc",
-        "é",
-        "한",
-        "42",
-        " ",
-        "   ",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "\t",
-        ".",
-        "/",
-        "'s",
-        "'LL",
-        "_",
-        "\u0301",
-        "。",
-    ]
-    cuts = 0
-    for _ in range(3000):
-        text = "".join(generator.choice(alphabet, size=generator.integers(1, 14)))
-        cut = last_safe_cut(text, text_of_pattern)
-        cuts += 0 < cut < len(text)
-        assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:]), repr(text)
-    assert cuts > 1000
-
-
-def test_D09_lines_that_end_in_punctuation_can_be_cut_where_the_pattern_allows() -> None:
-    text = "한국어。\n" * 3
-    assert last_safe_cut(text, BPE_PATTERN) == len(text) - 1
-    assert last_safe_cut(text, r"\s*[\r\n]+") == 0
 
 
 @pytest.mark.parametrize("kind", ["char", "byte"])
