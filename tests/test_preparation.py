@@ -617,7 +617,9 @@ def test_D10_only_a_tokenizer_that_learns_from_the_text_reads_it_first(
         return read_documents(*arguments)
 
     monkeypatch.setattr("data.preparation.read_documents", counted)
-    text = "the cat sat on the mat\n" * 100
+    monkeypatch.setattr("data.preparation.CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr("data.sources.PIECE_BYTES", 64)
+    text = "the cat sat on the mât\n" * 100
     for tokenizer, passes in (("char", 2), ("bpe", 2), ("byte", 1), (str(here / "bpe" / "tokenizer.json"), 1)):
         read.clear()
         (here / "text.txt").write_text(text, encoding="utf-8")
@@ -626,7 +628,7 @@ def test_D10_only_a_tokenizer_that_learns_from_the_text_reads_it_first(
         )
         assert outcome.status == 0, outcome.stderr
         assert len(read) == passes, tokenizer
-        assert f"{len(text):,} characters, {len(text):,} bytes" in outcome.stdout
+        assert f"{len(text):,} characters, {len(text.encode()):,} bytes" in outcome.stdout
 
 
 def test_preparing_does_not_wait_for_torch(here: Path) -> None:

@@ -66,6 +66,12 @@ def test_D14_any_text_round_trips_through_bytes_and_bpe(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_D02_half_a_surrogate_pair_is_never_another_character() -> None:
+    for tokenizer in (ByteTokenizer(), BPE):
+        with pytest.raises(UnicodeEncodeError):
+            tokenizer.encode("a\ud800")
+
+
 @every_tokenizer
 def test_D06_the_end_of_text_marker_is_plain_text_unless_asked_for(kind: str) -> None:
     tokenizer, text = MAKERS[kind](), f"one {END_OF_TEXT} two"
