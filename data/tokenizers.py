@@ -208,9 +208,8 @@ class BPETokenizer(Tokenizer):
             ) from None
 
     def _encode_one(self, text: str) -> TokenIds:
-        length = len(text.encode("utf-8"))  # which a lone surrogate has not; tiktoken would put U+FFFD in its place
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
-        if int(self._lengths[ids].sum()) != length:  # tiktoken passes over what no pattern matches
+        if int(self._lengths[ids].sum()) != len(text.encode("utf-8")):  # tiktoken passes over what no pattern matches
             raise UserError(f"the {self.name} tokenizer does not serve: its pattern leaves out parts of the text")
         return ids
 
