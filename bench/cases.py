@@ -91,12 +91,10 @@ def training_step(model: torch.nn.Module, loss_of: Callable[[], Tensor], dtype: 
     return step
 
 
-def our_step(
-    shape: Shape, dtype: torch.dtype, path: str = "manual", activation: str = "gelu_tanh", compiled: bool = False
-) -> Run:
+def our_step(shape: Shape, dtype: torch.dtype, path: str = "manual", compiled: bool = False, **changes: object) -> Run:
     """As train.py runs it."""
     keep_freed_memory()
-    model, tokens = ours(shape, path, activation=activation), shape.tokens()
+    model, tokens = ours(shape, path, **changes), shape.tokens()
     if compiled:
         add_up_in_order()
     forward = torch.compile(model) if compiled else model
@@ -168,6 +166,7 @@ def nothing() -> Run:
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
+PADDING = 64  # of the vocabulary, as the preset gpt2_124m has it
 CONTEXT_1024 = Shape(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, batch_size=1)
 
 CASES: dict[str, Callable[[], Run]] = {
@@ -178,7 +177,8 @@ CASES: dict[str, Callable[[], Run]] = {
     "small step transformers": partial(transformers_step, SMALL, BF16),
     "small step transformers eager": partial(transformers_step, SMALL, BF16, "eager"),
     "small step x-transformers": partial(x_transformers_step, SMALL, BF16),
-    "gpt2 step ours": partial(our_step, GPT2, BF16),
+    "gpt2 step ours": partial(our_step, GPT2, BF16, vocab_padding_multiple=PADDING),
+    "gpt2 step ours compiled": partial(our_step, GPT2, BF16, compiled=True, vocab_padding_multiple=PADDING),
     "gpt2 step transformers": partial(transformers_step, GPT2, BF16),
     "gpt2 step transformers kept": partial(transformers_step, GPT2, BF16, kept=True),
     "gpt2 step x-transformers": partial(x_transformers_step, GPT2, BF16),

@@ -49,6 +49,7 @@ ROWS = (
     Row(GPT2_STEP, "gpt2 step ours", "gpt2 step transformers", "transformers", 1024),
     Row(GPT2_STEP, "gpt2 step ours", "gpt2 step transformers kept", "transformers, keeping freed memory too", 1024),
     Row(GPT2_STEP, "gpt2 step ours", "gpt2 step x-transformers", "x-transformers", 1024),
+    Row(f"{GPT2_STEP}, --compile", "gpt2 step ours compiled", "gpt2 step transformers", "transformers", 1024),
     Row(
         SMALL_TEXT, "small text ours", "small text transformers windows", "transformers, whole windows as nanoGPT", 256
     ),
@@ -73,12 +74,12 @@ def line(row: Row, measured: dict[str, Measured]) -> list[str]:
     ]
 
 
-def share_of_matrix_product(step: Measured, product: Measured) -> list[str]:
-    """How near the GPT-2 step comes to doing nothing but matrix products."""
+def share_of_matrix_product(what: str, step: Measured, product: Measured) -> list[str]:
+    """How near a GPT-2 step comes to doing nothing but matrix products."""
     operations = our_config(GPT2, "manual").operations_per_token * GPT2.batch_size * GPT2.block_size
     rate, best = operations / step.timing.median, MATRIX_PRODUCT_OPERATIONS / product.timing.median
     return [
-        f"{GPT2_STEP}: share of the rate of a bf16 matrix product of 4096 x 4096",
+        f"{what}: share of the rate of a bf16 matrix product of 4096 x 4096",
         f"{rate / 1e9:,.0f} GFLOP/s, 6 per parameter and token, and attention's",
         f"matrix product: {best / 1e9:,.0f} GFLOP/s",
         f"{rate / best:.2f}",
@@ -98,7 +99,8 @@ def main(words: list[str]) -> None:
         measured = time_cases_in_turn(dict.fromkeys(names))
         lines = [line(row, measured) for row in block]
         if "matrix product" in measured:
-            lines.append(share_of_matrix_product(measured["gpt2 step ours"], measured["matrix product"]))
+            steps = {row.what: measured[row.ours] for row in block}
+            lines += [share_of_matrix_product(what, step, measured["matrix product"]) for what, step in steps.items()]
         print("\n".join(" | ".join(cells) for cells in lines), flush=True)
         table += lines
     columns = ["what", "glassgpt, ms (min to max)", "peer, ms (min to max)", "times as quick", "tokens/s", "peak MB"]
