@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.decoding import NextLogits, StaticStep
-from engine.generation import choose_tokens, generate, left_padded, penalized, sample_stream, tokens_seen
+from engine.generation import (
+    NUCLEUS_AMONG,
+    _nucleus,
+    choose_tokens,
+    generate,
+    left_padded,
+    penalized,
+    sample_stream,
+    tokens_seen,
+)
 from model import GPT, GPTConfig
 
 
@@ -173,6 +182,22 @@ def test_extreme_temperatures_neither_overflow_nor_crash(temperature: float) -> 
 )  # fmt: skip
 def test_top_k_and_top_p_keep_exactly_the_likeliest(top_k: int, top_p: float, expected: set[int]) -> None:
     assert allowed(top_k=top_k, top_p=top_p) == expected
+
+
+@pytest.mark.parametrize("scales", [(8.0, 8.0), (0.1, 0.1), (8.0, 0.1)])
+def test_top_p_keeps_the_same_tokens_whether_few_or_most_of_a_large_vocabulary_reach_it(
+    scales: tuple[float, float],
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4 * NUCLEUS_AMONG, dtype=torch.float64) * torch.tensor(scales)[:, None]
+    probabilities = logits.softmax(dim=-1)
+    among_few = probabilities.topk(NUCLEUS_AMONG).values.sum(dim=-1) >= 0.9
+    assert among_few.tolist() == [scale > 1 for scale in scales]
+    kept = _nucleus(probabilities, 0.9) > 0
+    for row, mask in zip(probabilities.tolist(), kept.tolist(), strict=True):
+        ordered = sorted(row, reverse=True)
+        count = next(n for n in range(len(row)) if math.fsum(ordered[: n + 1]) >= 0.9)
+        assert [value >= ordered[count] for value in row] == mask
 
 
 def test_top_k_keeps_k_among_equals() -> None:
