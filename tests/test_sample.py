@@ -1,5 +1,6 @@
 """sample.py: prompts, stops, streams, and what it says of broken or missing runs."""
 
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sample
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, save_checkpoint, tokenizer_from_checkpoint
 from tests.conftest import REPOSITORY, TINY, assert_clean_error, run_prepare, run_sample, run_train, script
 
@@ -193,6 +195,27 @@ def test_S10_text_is_flushed_as_it_is_made_and_is_the_text_of_the_library(char_r
     process.stdout.close()  # as `| head` does
     assert process.wait(timeout=60) in (141, -13)
     assert text_of(char_run, "--prompt=Line", "--max_new_tokens=60").startswith(early)
+
+
+def test_S10_not_a_character_waits_for_the_next(char_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that fills up is flushed by itself, so what waits is counted here."""
+
+    class Console(io.StringIO):
+        waiting = longest_wait = 0
+
+        def write(self, text: str) -> int:
+            self.waiting += len(text)
+            self.longest_wait = max(self.longest_wait, self.waiting)
+            return super().write(text)
+
+        def flush(self) -> None:
+            self.waiting = 0
+
+    console = Console()
+    monkeypatch.setattr(sys, "stdout", console)
+    sample.main([f"--out_dir={char_run}", "--prompt=Line", "--max_new_tokens=60", "--device=cpu"])
+    assert len(console.getvalue()) == len("Line") + 60 + len("\n")
+    assert console.longest_wait == len("Line") and console.waiting == 0
 
 
 def test_D02_an_accented_prompt_works_under_an_ascii_locale(here: Path) -> None:
