@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import sample
 from engine.checkpoint import load_checkpoint, model_from_checkpoint, save_checkpoint, tokenizer_from_checkpoint
+from sample import main
 from tests.conftest import REPOSITORY, TINY, assert_clean_error, run_prepare, run_sample, run_train, script
 
 
@@ -213,7 +213,7 @@ def test_S10_not_a_character_waits_for_the_next(char_run: Path, monkeypatch: pyt
 
     console = Console()
     monkeypatch.setattr(sys, "stdout", console)
-    sample.main([f"--out_dir={char_run}", "--prompt=Line", "--max_new_tokens=60", "--device=cpu"])
+    main([f"--out_dir={char_run}", "--prompt=Line", "--max_new_tokens=60", "--device=cpu"])
     assert len(console.getvalue()) == len("Line") + 60 + len("\n")
     assert console.longest_wait == len("Line") and console.waiting == 0
 
