@@ -5,8 +5,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
-def _whole_number(value: Any) -> Any:
-    """Accept 1e3 and 1000.0 where a whole number is meant; leave the rest to pydantic."""
+def whole_number(value: Any) -> Any:
+    """Accept 1e3 and 1000.0 where a whole number is meant; leave the rest to pydantic.
+
+    Raises:
+        ValueError: it is a number, but no whole one, or no number.
+    """
     if isinstance(value, bool):
         raise ValueError("expected a whole number")
     if isinstance(value, str | float):
@@ -27,9 +31,9 @@ def _number(value: Any) -> Any:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_whole_number), Field(le=2**31)]
+Whole = Annotated[int, BeforeValidator(whole_number), Field(le=2**31)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)]
+Seed = Annotated[int, BeforeValidator(whole_number), Field(ge=0, lt=2**63)]
 
 
 class Settings(BaseModel):

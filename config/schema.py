@@ -5,16 +5,16 @@ Knows no files and no command line (config/command_line.py) and runs nothing.
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from config.fields import Number, Seed, Settings, Whole
+from config.fields import Number, Seed, Settings, Whole, whole_number
 from config.preparation import PreparationFields
 from model import LONGEST_CONTEXT, Activation, AttentionImpl, GPTConfig, NormPlacement, PositionKind
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TimedDtype = Literal["float64", "float32", "bfloat16", "float16"]
-Length = Annotated[Whole, Field(ge=1, le=LONGEST_CONTEXT)]
+Length = Annotated[int, BeforeValidator(whole_number), Field(ge=1, le=LONGEST_CONTEXT)]
 
 
 class InteropSettings(Settings):

@@ -20,7 +20,7 @@ PARTS = re.compile(
     r"|(?:[*+?]|\{\d+(?:,\d*)?\})[+?]?|.",
     re.DOTALL,
 )
-SEARCHED_BY_STEPS = re.compile(r"\(\?(?:<?[=!]|>|\()|\\[1-9kgKGZ].*")  # parts that an automaton does not know
+SEARCHED_BY_STEPS = re.compile(r"\(\?(?:<?[=!]|>|\()|\\[1-9kgKGZ]")  # parts that an automaton does not know
 
 
 def last_safe_cut(text: str, pattern: str) -> int:
