@@ -15,9 +15,9 @@ SAFE_CUT = re.compile(r"\S(?=[ \n])")
 SAFE_CUT_JOINED_LINES = re.compile(r"\S(?= )|[^\W_](?=\n)")
 
 # What a pattern is made of: escapes, character classes, the openings of groups, repetitions, and single characters.
+REPETITION = r"(?:[*+?]|\{\d+(?:,\d*)?\})[+?]?"
 PARTS = re.compile(
-    r"\\[pPxuUkgbBN]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|>|\(|#|[\w-]*[:)])"
-    r"|(?:[*+?]|\{\d+(?:,\d*)?\})[+?]?|.",
+    r"\\[pPxuUkg]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|>|\(|#|[\w-]*[:)])|" + REPETITION + "|.",
     re.DOTALL,
 )
 SEARCHED_BY_STEPS = re.compile(r"\(\?(?:<?[=!]|>|\()|\\[1-9kgKGZ]")  # parts that an automaton does not know
@@ -42,17 +42,16 @@ def quick_form(pattern: str) -> str:
     back. What is not understood for certain stays as it is.
     """
     alternatives: list[list[str]] = [[]]
-    depth = 0
+    depth, previous = 0, "|"
     for part in PARTS.findall(pattern):
         depth += part.startswith("(") - part.startswith(")")
-        changes_syntax = part.startswith("(?") and (part.endswith((")", "#")) or "x" in part)
-        holds_class = part.startswith("[") and "[" in part[1:]
-        if depth < 0 or changes_syntax or holds_class:
+        if depth < 0 or not _is_understood(part, previous):
             return pattern
         if part == "|" and depth == 0:
             alternatives.append([])
         else:
             alternatives[-1].append(part)
+        previous = part
     if depth:
         return pattern
     grouped: list[str] = []
@@ -65,6 +64,19 @@ def quick_form(pattern: str) -> str:
         else:
             neighbours.append("".join(simple))
     return "|".join([*grouped, *_in_a_group(neighbours)])
+
+
+def _is_understood(part: str, previous: str) -> bool:
+    """Whether a part of a pattern means here what it seems to mean."""
+    if part.startswith("(?"):
+        return not (part.endswith((")", "#")) or "x" in part)  # flags or a comment, which change what follows
+    if part.startswith("["):
+        return "[" not in part[1:]  # a class in a class
+    if re.fullmatch(REPETITION, part):
+        least, _, most = part.strip("{}+?").partition(",")
+        misplaced = previous == "|" or previous.startswith("(") or re.fullmatch(REPETITION, previous)
+        return not misplaced and not (most and int(least) > int(most))
+    return part not in ("{", "}")
 
 
 def _not_possessive(part: str) -> str:

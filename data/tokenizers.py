@@ -184,12 +184,16 @@ class BPETokenizer(Tokenizer):
     def _encoding(self) -> "tiktoken.Encoding":
         import tiktoken
 
-        return tiktoken.Encoding(
-            self.name,
-            pat_str=quick_form(self.pattern),
-            mergeable_ranks={token: rank for rank, token in enumerate(self.ranks) if token},
-            special_tokens={END_OF_TEXT: self.end_of_text},
-        )
+        ranks = {token: rank for rank, token in enumerate(self.ranks) if token}
+
+        def encoding(pattern: str) -> "tiktoken.Encoding":
+            special_tokens = {END_OF_TEXT: self.end_of_text}
+            return tiktoken.Encoding(self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+
+        try:
+            return encoding(quick_form(self.pattern))
+        except ValueError:  # alternatives that are within the engine's limit may be beyond it together
+            return encoding(self.pattern)
 
     def encode_plain(self, texts: list[str]) -> list[TokenIds]:
         try:

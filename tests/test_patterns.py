@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.patterns import BPE_PATTERN, last_safe_cut, quick_form
 from data.tokenizer_files import GPT2_PATTERN
-from data.tokenizers import train_bpe
+from data.tokenizers import BPETokenizer, train_bpe
 
 PARTS_OF_TEXT = [
     "a", "Bc", "é", "한", "42", "1234567", " ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", ".", "...", "/", "'s",
@@ -68,6 +68,14 @@ def test_a_bpe_is_encoded_by_the_quick_form() -> None:
     assert train_bpe(["a"], 257)._encoding._pat_str == quick_form(BPE_PATTERN) != BPE_PATTERN
 
 
+def test_alternatives_that_are_too_large_for_one_search_are_searched_one_by_one() -> None:
+    pattern = r"\p{L}{1,200}|\p{N}{1,200}|[^\s\p{L}\p{N}]{1,200}|\s+(?!\S)|\s"
+    ranks = [bytes([value]) for value in range(256)]
+    with pytest.raises(ValueError, match="NFA"):
+        tiktoken.Encoding("x", pat_str=quick_form(pattern), mergeable_ranks={b"a": 0}, special_tokens={})
+    assert BPETokenizer("bpe", pattern, [*ranks, b""], end_of_text=256).encode("a 1").tolist() == [97, 32, 49]
+
+
 def test_the_quick_form_searches_once_for_neighbours_that_need_no_steps() -> None:
     assert quick_form(BPE_PATTERN) == (
         r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+)|\s{1,256}(?!\S)|\s"
@@ -83,7 +91,8 @@ def test_the_quick_form_searches_once_for_neighbours_that_need_no_steps() -> Non
     "pattern",
     [
         r"(?i)a|b++", r"(?x) a | b", r"(?x:a |b)|c", "(?#|)a|b", r"[[a]|b]|c", r"[a&&[^b]]|c++", "a|b)|c(", "a|b|(c",
-        "", r"(e)\1|c", r"a(?!b)|b(?<=c)|c(?<!d)|(?>d)|(e)\1",
+        "", r"(e)\1|c", "a+?++|b", "[a]{,2}++|b", r"\b{2}++|b", "{2}++|b", "a|(*+|b)", ".{2,1}++|b", "a{2}{2}++|b",
+        r"a(?!b)|b(?<=c)|c(?<!d)|(?>d)|(e)\1",
     ],
 )  # fmt: skip
 def test_what_is_not_understood_for_certain_stays_as_it_is(pattern: str) -> None:

@@ -474,9 +474,14 @@ def test_D17_files_without_any_text_are_a_clean_error(tokenizer: str, here: Path
     assert_clean_error(run_prepare("marks", f"--tokenizer={tokenizer}", "--out_dir=out"), "marks", "no text")
 
 
-def test_D02_half_a_surrogate_pair_is_a_clean_error(here: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe", "one that is there"])
+def test_D02_half_a_surrogate_pair_is_a_clean_error(tokenizer: str, here: Path) -> None:
+    if tokenizer == "one that is there":
+        tokenizer = str(prepare_file(here, b"ok " * 30, "--vocab_size=257").folder / "tokenizer.json")
     (here / "text.txt").write_text("ok " * 30 + "\\ud800")
-    assert_clean_error(run_prepare("text.txt", "--encoding=unicode_escape", "--out_dir=out"), "text.txt", "surrogate")
+    outcome = run_prepare("text.txt", f"--tokenizer={tokenizer}", "--encoding=unicode_escape", "--out_dir=new")
+    assert_clean_error(outcome, "text.txt", "surrogate")
+    assert not (here / "new").exists()
 
 
 def test_the_working_directory_may_be_the_prepared_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
