@@ -203,8 +203,8 @@ def test_top_p_keeps_the_same_tokens_whether_few_or_most_of_a_large_vocabulary_r
 def test_S11_top_p_keeps_of_a_row_what_it_keeps_when_it_is_alone() -> None:
     """Ties, which half precision makes, are broken by how a row is ordered."""
     torch.manual_seed(0)
-    scales = torch.tensor([4.0, 0.1, 4.0, 0.1])[:, None]
-    probabilities = (torch.randn(4, 16 * NUCLEUS_AMONG) * scales).bfloat16().float().softmax(dim=-1)
+    scales = torch.tensor([4.0] * 8 + [0.1] * 2)[:, None]
+    probabilities = (torch.randn(10, 64 * NUCLEUS_AMONG) * scales).bfloat16().float().softmax(dim=-1)
     together = _nucleus(probabilities, 0.9)
     for row, nucleus in zip(probabilities, together, strict=True):
         assert torch.equal(_nucleus(row[None], 0.9)[0], nucleus)

@@ -91,7 +91,7 @@ def test_the_quick_form_searches_once_for_neighbours_that_need_no_steps() -> Non
     "pattern",
     [
         r"(?i)a|b++", r"(?x) a | b", r"(?x:a |b)|c", "(?#|)a|b", r"[[a]|b]|c", r"[a&&[^b]]|c++", "a|b)|c(", "a|b|(c",
-        "", r"(e)\1|c", "a+?++|b", "[a]{,2}++|b", r"\b{2}++|b", "{2}++|b", "a|(*+|b)", ".{2,1}++|b", "a{2}{2}++|b",
+        "", r"(e)\1|c", "a+?++|b", "[a]{,2}++|b", r"\b{2}++|b", "{2}+|b", "(*|b)+|c", ".{2,1}+|b", "a{2}{2}++|b",
         r"a(?!b)|b(?<=c)|c(?<!d)|(?>d)|(e)\1",
     ],
 )  # fmt: skip
