@@ -5,8 +5,10 @@ Knows at which places a longer text may be cut in two, and how to put an express
 
 import re
 
-# GPT-2's pattern (Radford et al. 2019) with numbers cut into threes, and with a bound on white space, whose
-# unbounded form overflows the stack of the regex engine on about a million blanks in a row.
+# GPT-2's pattern (Radford et al. 2019), which Hugging Face's ByteLevel has built in.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Ours: the same with numbers cut into threes, and with a bound on white space, whose unbounded form overflows the
+# stack of the regex engine on about a million blanks in a row.
 BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++|\s{1,256}(?!\S)|\s"
 # Places where a pattern of this family has a token border, whatever comes before or after: between a visible
 # character and a blank or a line break; where the pattern joins punctuation to line breaks (OpenAI's later ones),
@@ -15,7 +17,8 @@ SAFE_CUT = re.compile(r"\S(?=[ \n])")
 SAFE_CUT_JOINED_LINES = re.compile(r"\S(?= )|[^\W_](?=\n)")
 
 # What a pattern is made of: escapes, character classes, the openings of groups, repetitions, and single characters.
-REPETITION = r"(?:[*+?]|\{\d+(?:,\d*)?\})[+?]?"
+TIMES = r"(?:[*+?]|\{\d+(?:,\d*)?\})"
+REPETITION = TIMES + "[+?]?"
 PARTS = re.compile(
     r"\\[pPxuUkg]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:<?[=!]|>|\(|#|[\w-]*[:)])|" + REPETITION + "|.",
     re.DOTALL,
@@ -80,7 +83,7 @@ def _is_understood(part: str, previous: str) -> bool:
 
 
 def _not_possessive(part: str) -> str:
-    return part[:-1] if re.fullmatch(r"(?:[*+?]|\{.*\})\+", part) else part
+    return part[:-1] if re.fullmatch(TIMES + r"\+", part) else part
 
 
 def _in_a_group(alternatives: list[str]) -> list[str]:

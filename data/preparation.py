@@ -227,6 +227,7 @@ def _learned_tokenizer(source: Source, options: PreparationFields) -> Tokenizer:
 
 
 def _texts(source: Source, options: PreparationFields, safe_prefix: Callable[[str], int]) -> Iterator[str]:
+    """What the first pass reads: the pieces alone, each of whole characters."""
     for pieces in _pieces(source, options, safe_prefix, "reading"):
         for piece in filter(None, pieces):
             _byte_length(piece, source)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError, reason_of
-from data.patterns import BPE_PATTERN
+from data.patterns import BPE_PATTERN, GPT2_PATTERN
 from data.tokenizers import (
     END_OF_TEXT,
     BPETokenizer,
@@ -23,8 +23,6 @@ from data.tokenizers import (
     tokenizer_from_json,
 )
 
-# GPT-2's pattern (Radford et al. 2019), which Hugging Face's ByteLevel has built in.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # what the end of a text is called, best first
 
 

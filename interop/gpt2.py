@@ -25,7 +25,8 @@ from config.errors import UserError, reason_of, run_command
 from config.schema import InteropSettings
 from data.dataset import Metadata, token_dtype
 from data.files import staging_folder
-from data.tokenizer_files import GPT2_PATTERN, from_vocab_and_merges, to_huggingface, tokenizer_from_file
+from data.patterns import GPT2_PATTERN
+from data.tokenizer_files import from_vocab_and_merges, to_huggingface, tokenizer_from_file
 from data.tokenizers import END_OF_TEXT, Tokenizer
 from engine.checkpoint import (
     NoInitialWeights,

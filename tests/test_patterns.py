@@ -9,8 +9,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.patterns import BPE_PATTERN, last_safe_cut, quick_form
-from data.tokenizer_files import GPT2_PATTERN
+from data.patterns import BPE_PATTERN, GPT2_PATTERN, last_safe_cut, quick_form
 from data.tokenizers import BPETokenizer, train_bpe
 
 PARTS_OF_TEXT = [

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from data.dataset import PreparedData
-from data.patterns import BPE_PATTERN
+from data.patterns import BPE_PATTERN, GPT2_PATTERN
 from data.tokenizer_files import (
-    GPT2_PATTERN,
     byte_letters,
     bytes_of,
     from_huggingface,
