@@ -12,6 +12,7 @@ import bench.peers
 import bench.scaling
 import bench.tables
 from bench.cases import CASES, SMALL, time_cases_in_turn
+from comparison.processes import CaseCall, measure_in_turn
 from config.command_line import parse
 from config.schema import TrainSettings
 from model import GPT, GPTConfig
@@ -25,6 +26,13 @@ def test_A13_a_case_of_the_peers_runs_in_its_own_process() -> None:
 def test_A13_a_case_that_fails_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"the case 'no such case' failed: KeyError"):
         time_cases_in_turn(["no such case"])
+
+
+def test_A13_a_case_without_enough_memory_leaves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    out_of_memory = {"nothing": CaseCall("tests.test_compare:counting_case", {"fails": "memory"})}
+    monkeypatch.setattr(bench.cases, "measure_in_turn", lambda calls, rounds: measure_in_turn(out_of_memory, rounds=1))
+    with pytest.raises(RuntimeError, match="the case 'nothing' failed: out of memory"):
+        time_cases_in_turn(["nothing"])
 
 
 def test_A13_the_table_gives_machine_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
